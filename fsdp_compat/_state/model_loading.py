@@ -24,7 +24,6 @@ from ..errors import CheckpointError, FsdpCompatError, TypeUsageError, UsageErro
 from .model_state import sharded_keys
 from .rank0 import Outline, Rank0Broadcast, Rank0Value, outline_of, received
 from .reading_values import (
-    dtype_of,
     is_local,
     is_readable,
     is_sharded,
@@ -35,7 +34,7 @@ from .reading_values import (
     shape_of,
     unfit,
 )
-from .sharded_values import BoxedTensor, cut_of, flat_cut
+from .sharded_values import BoxedTensor, cut_of, dtype_of, flat_cut
 from .units import (
     FSDP_WRAPPED_MODULE,
     ModelUnit,

@@ -99,9 +99,10 @@ def optim_state_dict_to_load(
     given dict has. The number of ranks, the wrapping and the ``use_orig_params`` that it was saved
     with do not matter. ``load_directly`` also loads the result into ``optim``.
 
-    Collective: one small exchange, in which ranks agree whether the dict fits. With full values, or
-    this rank's own shards, nothing else is sent; other sharded values are gathered. With
-    ``FullOptimStateDictConfig(rank0_only=True)`` set for the model, ranks other than the first may
+    With whole values on every rank nothing is sent, and ranks may call it one after the other, also
+    alone. Collective with sharded values: one small exchange, in which ranks agree whether the dict
+    fits; values that are sharded differently are gathered. Collective, too, with
+    ``FullOptimStateDictConfig(rank0_only=True)`` set for the model: ranks other than the first may
     pass None; the first rank sends them their state, one unit at a time.
     """
     where = "optim_state_dict_to_load(model, optim, optim_state_dict)"
@@ -188,7 +189,7 @@ def shard_full_optim_state_dict(
     optim_input: _Input = None,
     optim: Optimizer | None = None,
 ) -> dict[str, Any]:
-    """Return what this rank loads from a full dict on every rank. Collective: a small exchange."""
+    """Return what this rank loads from a full dict on every rank. Nothing is sent."""
     where = _called("shard_full_optim_state_dict", _TO_LOAD, model, optim)
     return _to_load(full_optim_state_dict, model, optim_input, optim, where)
 

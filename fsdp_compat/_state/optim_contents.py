@@ -140,15 +140,16 @@ def require_units(units: Sequence[object], model: object, where: str) -> None:
 
 
 def begin(
-    model: nn.Module, call: str, where: str, copies: bool = False
+    model: nn.Module, call: str, where: str, copies: bool = False, meet: bool = True
 ) -> tuple[list[NamedUnit], list[Group]]:
     """Return the model's units and groups, once every rank has made the call; ``copies``: replicas
-    too. Raises StateError during a step, UsageError without units. Collective."""
+    too. Raises StateError during a step, UsageError without units. Collective if ranks ``meet``."""
     require_idle(model, call)
     units = units_of(model)
     require_units(units, model, where)
     groups = [group for named in units for group in named.unit.groups]
-    rendezvous.require_all_ranks(call, groups, copies=copies)
+    if meet:
+        rendezvous.require_all_ranks(call, groups, copies=copies)
     return units, groups
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from .. import _torch_private
@@ -26,6 +27,7 @@ from ..errors import (
 )
 from .optim_agreement import describe, global_rank, require_alike
 from .optim_contents import (
+    CompositeOptimizer,
     NumberedState,
     ParamOwnership,
     StateKind,
@@ -40,8 +42,8 @@ from .optim_contents import (
 )
 from .rank0 import Rank0Broadcast, outline_of
 from .rank_local import RankState, check_layout, restored
-from .reading_values import dtype_of, is_sharded, read_part, unfit
-from .sharded_values import copied, cut_of
+from .reading_values import is_sharded, read_part, unfit
+from .sharded_values import copied, cut_of, dtype_of
 from .units import model_units_in, names_before
 
 PER_ELEMENT, SCALAR, RANK_LOCAL = StateKind  # "scalar" is here everything that is not cut
@@ -66,13 +68,26 @@ def import_optim_state(
     where: str,
 ) -> dict[str, Any]:
     """Return the dict that ``optimizer.load_state_dict`` takes, from one by names, full or sharded,
-    or by numbers. groups: of the optimizer. Collective: in one small exchange ranks agree that
-    dicts and optimizers fit. Then only values that are sharded differently are sent; with
-    ``from_rank0``, if any rank has None or {}, rank 0's dict, one (group, state) at a time. Raises
-    UsageError or CheckpointError on every rank, before that."""
+    or by numbers. groups: of the optimizer. With whole values on every rank nothing is sent: ranks
+    may load one after the other. Collective if values are sharded or come ``from_rank0``: in one
+    small exchange ranks agree that dicts and optimizers fit. Then only values that are sharded
+    differently are sent; if any rank has None or {}, rank 0's dict, one (group, state) at a time.
+    Raises UsageError or CheckpointError, then on every rank, before that."""
     optimizer = "the optimizer" if wanted.optimizer is None else type(wanted.optimizer).__name__
     label = f"the state of {optimizer}"
-    units, all_groups = begin(model, where.partition("(")[0], label, copies=True)
+    entries = state_dict.get("state") if isinstance(state_dict, Mapping) else None
+    # A rank whose parameters all have other owners sees no sharded value.
+    has_owners = isinstance(wanted.optimizer, CompositeOptimizer)
+    is_local = not (wanted.from_rank0 or has_owners or next(_sharded_in(entries), None))
+    call = where.partition("(")[0]
+    units, all_groups = begin(model, call, label, copies=True, meet=not is_local)
+    if is_local:
+        if not state_dict:
+            have = [rank != global_rank() for rank in range(dist.get_world_size())]
+            _require_senders(have, False, (), 0, where)
+        own = ownership_of(groups, label, units, model)
+        given = _read(own, state_dict, wanted, names_before(model), where)
+        return _Loading(own, given, None, wanted).result(all_groups)
     first = model_units_in(model)[0]
     rank0 = Rank0Broadcast(first.mesh, first.device)
     shared = [each for each in all_groups if _num_ranks(each) == rank0.num_ranks]
@@ -95,7 +110,7 @@ def import_optim_state(
     have, texts, kinds, digests = (list(each) for each in zip(*answers, strict=True))
     _refuse_together(texts, kinds, where)
     if not all(have):
-        _require_senders(have, wanted.from_rank0, all_groups, rank0, where)
+        _require_senders(have, wanted.from_rank0, all_groups, rank0.num_ranks, where)
     if len({*digests}) > 1:
         exact = rank0.gather((global_rank(), describe(ownership, shared, exact=True)))
         require_alike(ownership, shared, dict(exact), where, unmanaged=not all(have))
@@ -130,7 +145,7 @@ def _require_senders(
     have: Sequence[bool],
     from_rank0: bool,
     groups: Iterable[Group],
-    rank0: Rank0Broadcast,
+    num_ranks: int,
     where: str,
 ) -> None:
     """Raise UsageError unless rank 0 can send its dict to the ranks without. have: by rank."""
@@ -146,10 +161,10 @@ def _require_senders(
             "FullOptimStateDictConfig(rank0_only=True) for the model",
         )
     for group in groups:  # the parameters of other ranks would differ
-        if _num_ranks(group) != rank0.num_ranks:
+        if _num_ranks(group) != num_ranks:
             raise UsageError.of(
                 "Units that are sharded over different ranks cannot be loaded from one rank.",
-                expected=f"all units sharded over the same {rank0.num_ranks} ranks",
+                expected=f"all units sharded over the same {num_ranks} ranks",
                 got=f"{_num_ranks(group)} ranks",
                 where=f"{where}, {group.name}",
                 fix="load the optimizer state dict on every rank, without rank0_only=True",
@@ -368,18 +383,23 @@ def _cut_names(ownership: ParamOwnership, key: Any, values: Mapping[str, Any]) -
     return cut
 
 
-def _refuse_sharded(state: Mapping[Any, Any], where: str) -> None:
-    for name, entry in state.items():
+def _sharded_in(state: object) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield (parameter, name of the state, value) of the sharded values in a dict's "state"."""
+    for name, entry in state.items() if isinstance(state, Mapping) else ():
         for key, value in entry.items() if isinstance(entry, Mapping) else ():
             if is_sharded(value):
-                raise CheckpointError.of(
-                    "Rank 0 cannot send a sharded optimizer state dict.",
-                    expected="whole tensors, as FULL_STATE_DICT gives them",
-                    got=f"a {type(value).__name__}",
-                    where=f"{where}, state {key!r} of {name!r}",
-                    fix="load a sharded dict on every rank, with SHARDED_STATE_DICT set for "
-                    "the model",
-                )
+                yield name, key, value
+
+
+def _refuse_sharded(state: Mapping[Any, Any], where: str) -> None:
+    for name, key, value in _sharded_in(state):
+        raise CheckpointError.of(
+            "Rank 0 cannot send a sharded optimizer state dict.",
+            expected="whole tensors, as FULL_STATE_DICT gives them",
+            got=f"a {type(value).__name__}",
+            where=f"{where}, state {key!r} of {name!r}",
+            fix="load a sharded dict on every rank, with SHARDED_STATE_DICT set for the model",
+        )
 
 
 # -- cutting it

@@ -34,7 +34,7 @@ from .._engine.tensor_parallel import TensorParallel
 from .._layout.box import Box, cut_into_boxes
 from .._layout.rows import CopiedLayout
 from .._layout.spec import FlatLayout, Interval, ParamSpec, Section, same_parts
-from ..errors import CheckpointError, UsageError
+from ..errors import CheckpointError
 from .units import clean_name
 
 if typing.TYPE_CHECKING:  # imported where they are used: that takes a second
@@ -346,13 +346,10 @@ class BoxedTensor(ShardedTensor):
         if not {*members} <= {*ranks} or (rank in members and rank != own) or not is_complete:
             raise CheckpointError.of(
                 "The shards of a value cannot be gathered.",
-                expected=f"a call on each of global ranks {members}, with its own shards, which "
-                "are a whole parameter or, in the process that saved them, a tensor-parallel one",
-                got=f"the shards of rank {own}, a part of shape {self.cut.shape}, and a group of "
-                f"ranks {ranks}",
+                expected=f"a whole parameter, and its own shards on each of global ranks {members}",
+                got=f"the shards of rank {own}, of shape {self.cut.shape}, in a group of {ranks}",
                 where=f"a sharded tensor of shape {self.whole_shape}, global rank {rank}",
-                fix="load them into a model, or read the files with fsdp_compat.checkpoint, which "
-                "also reads those of other ranks",
+                fix="load the file that this rank saved, or use fsdp_compat.checkpoint",
             )
         value = gathered(self, group)
         return value if parallel is None else parallel.whole(value)
@@ -364,20 +361,11 @@ class BoxedTensor(ShardedTensor):
         enforce_dtype: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Copy the whole parameter into ``out``, which only rank ``dst`` of the group has. It is
-        sent in its own dtype. Collective: see ``whole``. Raises UsageError before that."""
-        wanted = self.whole_shape if dist.get_rank(self._process_group) == dst else None
-        if (given := None if out is None else tuple(out.shape)) != wanted:
-            raise UsageError.of(
-                "The argument 'out' of ShardedTensor.gather does not fit.",
-                expected="None" if wanted is None else f"a tensor of shape {wanted}",
-                got="None" if given is None else f"a tensor of shape {given}",
-                where=f"gather(dst={dst}), global rank {dist.get_rank()}",
-                fix="pass a tensor of the whole shape on rank dst, and None on the others",
-            )
+        """Copy the whole parameter into ``out``, which rank ``dst`` of the group has. It is sent in
+        its own dtype. Collective: see ``whole``."""
         value = self.whole()
         if out is not None:
-            out.copy_(value)
+            out.copy_(value.view(out.shape))
 
     # -- copies
 

@@ -232,6 +232,34 @@ def test_rank_0_broadcasts_state_of_unmanaged_parameters() -> None:
     assert_equal_states(found, expected)
 
 
+@pytest.mark.parametrize(
+    "config", [*FEW_CONFIGS[:2], ("HYBRID_SHARD", False, "blocks"), ("HYBRID_SHARD", True, "none")]
+)
+@on_ranks(4)
+def test_ranks_load_whole_values_in_turns_and_raise_alone(config: Config) -> None:
+    model, optimizer = sharded(config, steps=1)
+    state, values, rank = full_state(model, optimizer), model.state_dict(), dist.get_rank()
+
+    def older(model: FSDP, optimizer: Any, state: Any) -> dict[str, Any]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return FSDP.shard_full_optim_state_dict(state, model, optim=optimizer)
+
+    for load_on in (loadable, older):
+        optimizer.state.clear()
+        for turn in range(dist.get_world_size()):
+            if turn == rank:
+                optimizer.load_state_dict(load_on(model, optimizer, state))
+                model.load_state_dict(values)
+                for wrong in (None, {}):
+                    with refuses(UsageError, rf"None or {{}} on rank\(s\) \[{rank}\] of 4"):
+                        load_on(model, optimizer, wrong)
+                with refuses(CheckpointError, "another model"):
+                    load_on(model, optimizer, {"state": {"other": {}}})
+            dist.barrier()
+        assert_state(full_state(model, optimizer)["state"], state["state"])
+
+
 @pytest.mark.parametrize("config", FEW_CONFIGS[:2])
 @on_ranks(2)
 def test_a_dict_missing_or_refused_on_one_rank_is_refused_on_all(config: Config) -> None:
@@ -249,12 +277,10 @@ def test_a_dict_missing_or_refused_on_one_rank_is_refused_on_all(config: Config)
     misshapen["state"]["blocks.0.linear.weight"]["exp_avg"] = torch.zeros(5, 4)
     boxes = sharded_state(model, optimizer)
     cases: tuple[tuple[Any, bool, type[FsdpCompatError], str], ...] = (
-        (state if mine else None, False, UsageError, "on every rank"),
-        (state if mine else {}, False, UsageError, "on every rank"),
         (None if mine else state, True, UsageError, "on the first rank"),
         (None, True, UsageError, "on the first rank"),
         (renamed if mine else None, True, CheckpointError, "other."),
-        (renamed if mine else state, False, CheckpointError, "other."),
+        (renamed if mine else state, True, CheckpointError, "other."),
         (boxes if mine else None, True, CheckpointError, "cannot send a sharded"),
         ([1] if mine else state, True, FsdpCompatError, "not an optimizer state dict"),
         (renamed, False, CheckpointError, "other."),
