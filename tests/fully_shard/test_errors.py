@@ -172,9 +172,8 @@ def _more_bad_calls(pair: Pair) -> Iterator[Case]:
     for factor in (0, -1.0, float("nan"), "2", True):
         set_factor = functools.partial(model.set_gradient_divide_factor, factor)
         yield f"factor {factor}", FsdpCompatError, set_factor
-    allocate = functools.partial(model.set_allocate_memory_from_process_group_for_comm, True)
-    yield "memory of the group", api.StateError, allocate
-    yield "symmetric memory", api.StateError, model.set_symm_mem_for_comm
+    allocate = functools.partial(model.set_allocate_memory_from_process_group_for_comm, "no")
+    yield "memory of the group", FsdpCompatError, allocate
     yield "hook", FsdpCompatError, lambda: model.set_all_reduce_hook("sum")
     yield "all-gather", FsdpCompatError, lambda: model.set_custom_all_gather(lambda: None)
     yield "reduce-scatter", FsdpCompatError, lambda: model.set_custom_reduce_scatter(None)

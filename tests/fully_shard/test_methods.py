@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import warnings
 from collections.abc import Iterator
@@ -562,6 +563,17 @@ def test_custom_collectives_are_called_with_torchs_keyword_arguments() -> None:
 # -- settings of transfers
 
 
+@only_ours
+@on_ranks(2)
+def test_policies_of_none_are_the_defaults() -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(4, 4)
+    model = api.fully_shard(copy.deepcopy(plain), mp_policy=None, offload_policy=None)
+    for each in (plain, model):
+        each(torch.ones(2, 4)).sum().backward()
+    assert torch.equal(model.weight.grad.full_tensor(), plain.weight.grad)
+
+
 @on_ranks(2)
 def test_settings_of_transfers_leave_the_results_as_they_are() -> None:
     pair, other = pair_of(Stack), pair_of(Stack)
@@ -576,7 +588,8 @@ def test_settings_of_transfers_leave_the_results_as_they_are() -> None:
     model.set_separate_reduce_scatter_group(False)
     if api.name == "ours":
         model.set_post_optim_event(torch.Event(device="cpu"))
-        model.set_allocate_memory_from_process_group_for_comm(False)
+        model.set_symm_mem_for_comm()
+    model.set_allocate_memory_from_process_group_for_comm(True)
     pair.step()
     other.step()
 

@@ -54,10 +54,8 @@ class Offload:
 
 
 def policy_of(given: Any) -> MixedPrecisionPolicy:
-    """Return a mixed-precision policy as ours, with its fields checked."""
-    policy = as_ours(given, MixedPrecisionPolicy, "mp_policy")
-    if policy is None:
-        raise wrong_type("mp_policy", "a MixedPrecisionPolicy", given, WHERE)
+    """Return a mixed-precision policy as ours, with its fields checked. None: the default."""
+    policy = as_ours(given, MixedPrecisionPolicy, "mp_policy") or MixedPrecisionPolicy()
     for name in ("param_dtype", "reduce_dtype", "output_dtype"):
         require_float_dtype(f"MixedPrecisionPolicy.{name}", getattr(policy, name), WHERE)
     truth("MixedPrecisionPolicy.cast_forward_inputs", policy.cast_forward_inputs, WHERE)
@@ -67,7 +65,9 @@ def policy_of(given: Any) -> MixedPrecisionPolicy:
 
 
 def offload_of(given: Any) -> Offload:
-    """Resolve an offload policy, ours or torch's."""
+    """Resolve an offload policy, ours or torch's. None, as torch takes it: no offloading."""
+    if given is None:
+        return Offload()
     bases = {base.__name__ for base in type(given).__mro__}
     if CPUOffloadPolicy.__name__ in bases:
         if is_simulated():
@@ -80,7 +80,7 @@ def offload_of(given: Any) -> Offload:
             )
         return Offload(True, truth("CPUOffloadPolicy.pin_memory", given.pin_memory, WHERE))
     if OffloadPolicy.__name__ not in bases:
-        expected = "an OffloadPolicy() or a CPUOffloadPolicy()"
+        expected = "an OffloadPolicy(), a CPUOffloadPolicy() or None"
         raise wrong_type("offload_policy", expected, given, WHERE)
     return Offload()
 

@@ -29,8 +29,8 @@ def fully_shard(
     mesh: DeviceMesh | None = ...,
     reshard_after_forward: bool | int | None = ...,
     shard_placement_fn: Callable[[nn.Parameter], Shard | ShardPlacementResult | None] | None = ...,
-    mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
+    mp_policy: MixedPrecisionPolicy | None = ...,
+    offload_policy: OffloadPolicy | None = ...,
     ignored_params: set[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
     allow_unused_units: bool = ...,
@@ -44,8 +44,8 @@ def fully_shard(
     mesh: DeviceMesh | None = ...,
     reshard_after_forward: bool | int | None = ...,
     shard_placement_fn: Callable[[nn.Parameter], Shard | ShardPlacementResult | None] | None = ...,
-    mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
+    mp_policy: MixedPrecisionPolicy | None = ...,
+    offload_policy: OffloadPolicy | None = ...,
     ignored_params: set[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
     allow_unused_units: bool = ...,
@@ -58,8 +58,8 @@ def fully_shard(
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Shard | ShardPlacementResult | None] | None = None,
-    mp_policy: MixedPrecisionPolicy = _NO_CASTS,
-    offload_policy: OffloadPolicy = _NO_OFFLOADING,
+    mp_policy: MixedPrecisionPolicy | None = _NO_CASTS,
+    offload_policy: OffloadPolicy | None = _NO_OFFLOADING,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     allow_unused_units: bool = False,
@@ -86,8 +86,9 @@ def fully_shard(
             over.
         shard_placement_fn: returns for a parameter the ``Shard(dim)`` to cut it along, a
             ShardPlacementResult with another mesh, or None for ``Shard(0)`` on ``mesh``.
-        mp_policy: the dtypes to compute and communicate in.
-        offload_policy: CPUOffloadPolicy() keeps shards, gradients and optimizer state on the CPU.
+        mp_policy: the dtypes to compute and communicate in; None: those of the parameters.
+        offload_policy: CPUOffloadPolicy() keeps shards, gradients and optimizer state on the CPU;
+            None: no offloading.
         ignored_params: parameters to leave alone.
         dp_mesh_dims: the data-parallel dimensions of ``mesh``, if parameters are DTensors on all of
             it.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import typing
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -364,15 +365,14 @@ class FSDPModule(_Module):
         truth("enable", enable, "set_separate_reduce_scatter_group")
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """False changes nothing. Raises StateError for True: buffers are not allocated by process
-        groups."""
-        where = "set_allocate_memory_from_process_group_for_comm"
-        if truth("enable", enable, where):
-            _refuse_allocator(where, "memory that the process group allocates")
+        """Accepted for compatibility, as where torch's backend cannot allocate: buffers are torch's
+        own. The numbers are the same; with True on an accelerator there is a warning."""
+        if truth("enable", enable, "set_allocate_memory_from_process_group_for_comm"):
+            _warn_of_allocator("set_allocate_memory_from_process_group_for_comm(True)")
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
-        """Raises StateError: symmetric memory is not supported."""
-        _refuse_allocator("set_symm_mem_for_comm", f"symmetric memory of {backend!r}")
+        """Accepted as the method above: symmetric memory is not used."""
+        _warn_of_allocator(f"set_symm_mem_for_comm({backend!r})")
 
     # -- what torch calls
 
@@ -450,14 +450,11 @@ def _require_comm(comm: Any, expected: str, where: str) -> None:
         raise wrong_type("comm", expected, comm, where)
 
 
-def _refuse_allocator(where: str, what: str) -> typing.NoReturn:
-    raise StateError.of(
-        "The buffers of collectives cannot be allocated like this.",
-        expected="memory of torch's allocator, or a comm with an allocate() of its own",
-        got=what,
-        where=where,
-        fix="pass a comm that allocates to set_custom_all_gather and set_custom_reduce_scatter",
-    )
+def _warn_of_allocator(call: str) -> None:
+    if torch.accelerator.is_available():
+        instead = "to allocate them in another way, pass a comm with an allocate() of its own to "
+        text = f"{call} has no effect: buffers of collectives come from torch's allocator; "
+        warnings.warn(f"{text}{instead}set_custom_all_gather", stacklevel=3)
 
 
 def _states_of(modules: Any, where: str) -> list[ShardedModules]:
