@@ -132,7 +132,7 @@ class GlooConnections(Waiter):
         deadlock.watch(self)
         rendezvous = rendezvous_of(axis.members, name)
         if rendezvous is not None:
-            rendezvous.meet("connect() over a process group", group, name)
+            rendezvous.meet("connect() over a process group", "", name)
         self.activity.counts[COLLECTIVE] = 1
         self.activity.waiting = waiting = (COLLECTIVE, 1, 0), 0, "connect()"
         try:

@@ -96,7 +96,7 @@ class Behavior:
     modules_to_run: set[nn.Module] = dataclasses.field(default_factory=set)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class ReduceAxes:
     """The axes that a group's gradients are reduced over, in this order, with a tag each."""
 

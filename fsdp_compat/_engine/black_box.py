@@ -75,17 +75,12 @@ class _File:
         try:
             self.memory = _mapped(path)
         except BlockingIOError:
-            path = folder / f"rank_{rank}.{os.getpid()}.box"
-            text = "belongs to another process that still runs. This one writes"
-            warnings.warn(
-                f"{folder}/rank_{rank}.box {text} {path.name}, which fsdp-compat diagnose does not "
-                f"compare: give each job a folder of its own in {VARIABLE}.",
-                stacklevel=2,
-            )
+            what = f"{path} belongs to another process, and is the one that is diagnosed"
+            warnings.warn(f"{what}: give each job its own {VARIABLE}.", stacklevel=2)
+            path = path.with_suffix(f".{os.getpid()}.box")
             self.memory = _mapped(path)
-        names = path.with_suffix(".units")
-        # Open from now on: the folder may be relative, or be removed.
-        self._names = os.open(names, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o666)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC  # open from now on: paths may be relative
+        self._names = os.open(path.with_suffix(".units"), flags, 0o666)
         self._unwritten = b""  # names for which there was no space
         offset, host = time.time_ns() - time.perf_counter_ns(), socket.gethostname().encode()
         _HEAD.pack_into(self.memory, 0, _MARK, rank, os.getpid(), offset, host[:64])
@@ -119,9 +114,8 @@ class _File:
 
 
 def _mapped(path: Path) -> mmap.mmap:
-    """Return a file of zeros in memory, with space for all of it: writing to a hole of a full disk
-    would end the process. The file is locked until the process ends, as the map keeps it open.
-    Raises BlockingIOError if another process has locked it, and OSError."""
+    """Return a file of zeros in memory, with all its space: a hole in a full disk would end the
+    process. Locks it until the process ends. Raises BlockingIOError if another one has, OSError."""
     with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         try:

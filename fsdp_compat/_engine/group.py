@@ -4,6 +4,7 @@ backward's all-gathers of a group among fewer ranks; and the communicators of al
 from __future__ import annotations
 
 import typing
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -22,6 +23,8 @@ from .gradients import Gradients, is_large
 from .storage import GroupMemory, Segments, Storage
 from .store import ParamStore
 from .user_changes import RequiresGrad
+
+all_groups: weakref.WeakKeyDictionary[Group, None] = weakref.WeakKeyDictionary()  # oldest first
 
 
 class PartialShard:
@@ -118,14 +121,15 @@ class Group:
         self.shard: Transport = communicator(mesh.shard, device)
         self.replica: Transport = communicator(mesh.replica, device)
         assert all(each.ranks > 1 for each in self.tensor_parallel)  # connected once, here
-        self._tag = self.shard.new_tag()
+        self.tags: dict[Transport, int] = {}  # by axis of several ranks, once these agree
+        all_groups[self] = None
         self._all_gather: Handle | None = None  # in flight
         self._wait_for_custom: Callable[[], None] | None = None  # for the user's last all-gather
         axes = ReduceAxes(
             self.shard,
             self.replica,
-            self._tag,
-            self.replica.new_tag(),
+            -id(self),
+            -id(self),
             self.offload,
             one_group=mesh.one_group,
             is_hybrid=mesh.is_hybrid,
@@ -165,6 +169,13 @@ class Group:
     def set_name(self, name: str) -> None:
         """Set the name of the unit, for errors."""
         self.name, self.gradients.what = name, f"the gradients of {name}"
+
+    def use_tag(self, axis: Transport, tag: int) -> None:
+        """Mark messages along an axis with this tag from now on."""
+        self.tags[axis], axes = tag, self.gradients.axes
+        if axis.has_tags:
+            axes.shard_tag = self.tags.get(self.shard, axes.shard_tag)
+            axes.replica_tag = self.tags.get(self.replica, axes.replica_tag)
 
     @property
     def _what(self) -> str:
@@ -217,7 +228,7 @@ class Group:
             self._wait_for_custom = None if side is None else side.mark()
             return
         self._all_gather = self.shard.begin_gather(
-            shard, memory.all_gather_output, memory.segments, self._tag
+            shard, memory.all_gather_output, memory.segments, self.tags.get(self.shard, 0)
         )
         if self.offload.is_offloaded:
             self.offload.was_read()
@@ -244,7 +255,7 @@ class Group:
         if is_in_flight:
             if self._all_gather is None:
                 # An exception may have come before the handle was stored here.
-                self._all_gather = self.shard.unfinished_gather(self._tag)
+                self._all_gather = self.shard.unfinished_gather(self.tags.get(self.shard, 0))
             if not self.shard.has_failed:
                 self._end_all_gather()  # memory that is being received into cannot be freed
             self._all_gather = None

@@ -5,6 +5,7 @@
     require_all_ranks_once(call, groups)  the same, for the first such call of the groups
     nested(call, groups)             the same as a context; calls inside do not check again
     register(groups)                 once, by the constructor that makes the groups
+    agree(groups)                    when the groups are first used: numbers them
 
 ``call`` is the name that users know, such as "state_dict". The ranks that split one copy of the
 groups take part; with ``copies=True`` also those with the other copies. A call without groups, or
@@ -24,9 +25,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from .._comm.divergence import progress
 from .._comm.divergence.store_rendezvous import rendezvous_of
 from .._comm.environment import checks_calls, idle_limit_s
-from .._comm.mesh import Axis
-from .._comm.transport import Transport
-from .group import Group
+from .._comm.mesh import Axis, named
+from .._comm.transport import Transport, are_alike
+from ..errors import UsageError
+from .group import Group, all_groups
 
 
 class _Depth(threading.local):
@@ -37,27 +39,57 @@ _checked: weakref.WeakKeyDictionary[Group, set[str]] = weakref.WeakKeyDictionary
 _depth = _Depth()  # how many checked calls this thread is in
 
 
-def _communicators(groups: Iterable[Group], copies: bool) -> Iterator[tuple[Transport, Group]]:
-    """Yield the communicators of ``groups``, each once, with the first group that uses it."""
-    seen: set[int] = set()
+def _communicators(groups: Iterable[Group], copies: bool) -> dict[Transport, Group]:
+    """Return the communicators of ``groups``, each with the first group that uses it, in the same
+    order on all ranks, so that they cannot deadlock."""
+    found: dict[Transport, Group] = {}
     for group in groups:
         replicas = [group.replica] if copies else []
         for communicator in (group.shard, *group.tensor_parallel, *replicas):
-            if communicator.ranks > 1 and id(communicator) not in seen:
-                seen.add(id(communicator))
-                yield communicator, group
+            if communicator.ranks > 1:
+                found.setdefault(communicator, group)
+    return dict(sorted(found.items(), key=lambda pair: (-pair[0].ranks, pair[0].members)))
 
 
 def register(groups: Iterable[Group]) -> None:
-    """Number groups, in one order on all ranks, and let this process answer ranks that wait."""
+    """Let this process answer ranks that wait."""
     if checks_calls():
         idle_limit_s()  # reports an invalid value now, on every rank
         progress.follow()
-        for group in groups:
-            for communicator, _ in _communicators([group], copies=True):
-                rendezvous = rendezvous_of(communicator.members)
-                if rendezvous is not None:
-                    rendezvous.number_of(group)
+        for communicator in _communicators(groups, copies=True):
+            rendezvous_of(communicator.members)
+
+
+def agree(groups: Sequence[Group], *, copies: bool = True) -> None:
+    """Number groups at their first use: single ranks may have made others before. Collective.
+    Raises UsageError, on all ranks, if these use different models."""
+    for axis in _communicators(groups, copies):
+        new = _without_tags(groups, axis)
+        if new and new[0].device.type != "meta":
+            _require_same(new, axis)
+        for group in new:
+            group.use_tag(axis, axis.new_tag())
+
+
+def _without_tags(groups: Iterable[Group], axis: Transport) -> list[Group]:
+    return [g for g in groups if axis not in g.tags and axis in _communicators([g], copies=True)]
+
+
+def _require_same(new: Sequence[Group], axis: Transport) -> None:
+    """Raise UsageError, on all ranks, if these are groups of different models: unless some rank
+    has made more, they have the same place among those not used yet."""
+    made, what = _without_tags(all_groups, axis), "the first use of a model"
+    place = f"{new[0].name}, made after {made.index(new[0])} of {len(made)} unused groups"
+    facts = f"{len(new)} at {made.index(new[0])}", f"{len(new)}", f"{len(made)}"
+    same_place, same_length, same_made = (are_alike(fact, [axis], what) for fact in facts)
+    if not same_place and (same_made or not same_length):
+        raise UsageError.of(
+            "The ranks use different models, or have made them in different orders.",
+            expected=f"one model, used first by all of the ranks {named(axis.members)}",
+            got=f"{place} on this rank",
+            where=progress.location(),
+            fix="make models in the same order on every rank, and use the same one",
+        )
 
 
 def require_all_ranks(
@@ -66,23 +98,22 @@ def require_all_ranks(
     """Return when all ranks of ``groups`` have made the same call; raise StateError on all of them
     if that can no longer happen. Collective. axes: further ones whose ranks take part."""
     groups = list(groups)
-    pairs = list(_communicators(groups, copies))
-    for communicator, _ in pairs:
+    pairs = _communicators(groups, copies)
+    for communicator in pairs:
         communicator.require_working()
     if not (pairs or axes) or _depth.value:
         return
-    # the same order on all ranks, so that they cannot deadlock
-    pairs.sort(key=lambda pair: (-pair[0].ranks, pair[0].members))
-    waits = [(communicator.members, communicator.name, group) for communicator, group in pairs]
-    waits += [(axis.members, "", groups[0]) for axis in axes if axis.ranks > 1]
+    waits = [(each.members, each.name, group.tags.get(each)) for each, group in pairs.items()]
+    waits += [(axis.members, "", None) for axis in axes if axis.ranks > 1]
     done: list[frozenset[int]] = []
-    for members, name, group in waits:
+    for members, name, tag in waits:
         if any(ranks.issuperset(members) for ranks in done):
             continue
         rendezvous = rendezvous_of(members)
         if rendezvous is not None:
-            rendezvous.meet(f"{call}()", group, name)
+            rendezvous.meet(f"{call}()", f"{name} {tag}", name)
             done.append(frozenset(members) if len(waits) > 1 else frozenset())
+    agree(groups, copies=copies)
 
 
 def require_all_ranks_once(call: str, groups: Iterable[Group]) -> None:
@@ -90,7 +121,7 @@ def require_all_ranks_once(call: str, groups: Iterable[Group]) -> None:
     the store. If ranks diverge later, the deadlock is detected, or the backend's time limit ends
     it."""
     groups = list(groups)
-    for communicator, _ in _communicators(groups, copies=False):
+    for communicator in _communicators(groups, copies=False):
         communicator.require_working()
     if any(call not in _checked.get(group, ()) for group in groups):
         require_all_ranks(call, groups)

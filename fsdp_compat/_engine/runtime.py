@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from .. import _torch_private
 from .._comm.divergence import progress
 from ..errors import StateError
-from . import black_box, events, hooks
+from . import black_box, events, hooks, rendezvous
 from .backward import BackwardRunner, ThreadedBackwardRunner
 from .behavior import CommHook
 from .checks import Checks, refuse_in_pass, require_own
@@ -177,6 +177,8 @@ class Runtime:
                 unit.reshard()
         progress.record_error(None)
         self._checks.before_forward()
+        if not self.has_run:
+            rendezvous.agree(self.groups)
         self.has_run = True
         for unit in self._units_with_parts:
             unit.view.hide_parts()

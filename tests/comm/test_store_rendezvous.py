@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch import nn
 
 from fsdp_compat import StateError
 from fsdp_compat._comm.divergence import deadlock, progress, status_store, store_rendezvous
@@ -39,9 +38,6 @@ class Ranks:
             StoreRendezvous(Activity(name, rank, members), self.stores[rank], TIMEOUT_S)
             for rank in members
         ]
-        self.model = nn.Module()
-        for each in self.rendezvous:
-            each.number_of(self.model)
 
     def call(self, rank: int, name: str = "call", *, after_s: float = 0.0) -> Callable[[], str]:
         """A function for the simulation: the error of the call, or ""."""
@@ -50,7 +46,7 @@ class Ranks:
             if after_s:
                 self.simulation.sleep(after_s)
             try:
-                self.rendezvous[rank].meet(f"{name}()", self.model, CONNECTIONS)
+                self.rendezvous[rank].meet(f"{name}()", "a model", CONNECTIONS)
             except StateError as error:
                 return str(error)
             return ""

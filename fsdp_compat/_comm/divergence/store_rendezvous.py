@@ -71,8 +71,6 @@ class StoreRendezvous(Waiter):
         """All members must make one. group: a weak reference to the default process group."""
         self.activity, self.store, self.timeout_s = activity, StatusStore(store), timeout_s
         self.group = group
-        self._subjects: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
-        self._num_subjects = 0
         self.next = 1  # number of the next rendezvous, unless it is closed by then
         self.last_complete = 0
         self.missing: tuple[int, ...] = ()  # global ranks, when this rank last asked
@@ -83,18 +81,11 @@ class StoreRendezvous(Waiter):
         """The factor by which many ranks pause longer between two polls."""
         return max(1.0, len(self.activity.members) / FEW)
 
-    def number_of(self, subject: object) -> int:
-        """Number the subjects of calls by their first calls, in the same order on all ranks."""
-        if subject not in self._subjects:
-            self._num_subjects += 1
-            self._subjects[subject] = self._num_subjects
-        return self._subjects[subject]
-
     def meet(self, call: str, subject: object, name: str) -> None:
         """Wait until all members have arrived. Collective: the members. call: as errors show it.
-        subject: what it is made on. name: of the connections that it will use."""
+        subject: what it is made on, for all. name: of the connections that it will use."""
         rank = self.activity.global_rank
-        attempt = Attempt(self, call, self.number_of(subject), name)
+        attempt = Attempt(self, call, subject, name)
         progress.follow()
         if not self._lock.acquire(blocking=False):
             raise self.error(
@@ -142,7 +133,7 @@ class StoreRendezvous(Waiter):
 class Attempt:
     """One rank's attempt to complete a rendezvous."""
 
-    def __init__(self, rendezvous: StoreRendezvous, call: str, subject: int, name: str) -> None:
+    def __init__(self, rendezvous: StoreRendezvous, call: str, subject: object, name: str) -> None:
         self._rendezvous, self._store = rendezvous, rendezvous.store
         self._activity, self._name = rendezvous.activity, rendezvous.activity.name
         self._call = call

@@ -74,8 +74,10 @@ def _exchange(own: FlatUnit, old: Sequence[Group]) -> None:
     groups = []
     for group, store in zip(own.unit.groups, own.stores, strict=True):
         if group in old:
-            hook = group.gradients.policy.hook
+            tags, hook = group.tags, group.gradients.policy.hook
             group = group_around(store, own.settings, own.unit.options)
+            for axis, tag in tags.items():
+                group.use_tag(axis, tag)
             if hook is not None:
                 group.gradients.set_hook(hook)
             rendezvous.register([group])

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import functools
 import logging
 import os
+import pickle
 import re
 import time
 from collections.abc import Iterator
@@ -38,7 +40,7 @@ from tests.support.fully_sharded import OURS, shard_all
 from tests.support.models import DIM, Block
 from tests.support.programs import run_programs
 from tests.support.ranks import on_ranks, run_ranks
-from tests.support.same_host import COPIED, MAPPED, MESSAGES, NOT_MAPPED
+from tests.support.same_host import COPIED, MAPPED, MESSAGES, NOT_MAPPED, mapped_or_sent
 
 HERE = re.escape(__file__)
 
@@ -340,6 +342,94 @@ def test_ranks_of_other_process_groups_may_have_other_modules() -> None:
     model = FSDP(model)
     step(model)
     assert all(p.grad.sum() for p in model.parameters() if p.grad is not None)
+
+
+# -- models that one rank alone has made
+
+
+def assert_train(*models: tuple[Any, nn.Module]) -> None:
+    """Assert that sharded models train as plain ones do, each for a step in turns."""
+    for number in range(2):
+        for pair in models:
+            losses = []
+            for model in pair:
+                optimizer = torch.optim.SGD(model.parameters(), 0.1)
+                losses.append(model(torch.ones(2, DIM)).square().sum())
+                losses[-1].backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            torch.testing.assert_close(*losses, msg=f"step {number}")
+
+
+def pair_of(seed: int, in_place: bool) -> tuple[Any, nn.Module]:
+    """Return a sharded model and its plain twin."""
+    torch.manual_seed(seed)
+    plain = nn.Sequential(Block(), Block())
+    model = copy.deepcopy(plain)
+    if in_place:
+        return shard_all(model, library=OURS), plain
+    return FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block})), plain
+
+
+def fail_in_the_second_unit() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(Block(), Block())
+    below = set(model[1].modules())
+
+    def fill(module: nn.Module) -> None:
+        if module in below:
+            raise ValueError("no values")
+        module.to_empty(device="cpu", recurse=False)
+
+    with pytest.raises(ValueError, match="no values"):
+        FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}), param_init_fn=fill)
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["flat", "fully_shard"])
+@mapped_or_sent
+@on_ranks(3)
+def test_models_train_whatever_one_rank_has_made_alone(
+    environment: dict[str, str], in_place: bool
+) -> None:
+    """Rank 1 makes models of its own before, between and after others that all ranks use."""
+    first, kept, is_alone = pair_of(0, in_place), list[Any](), dist.get_rank() == 1
+    flat = build()
+    if is_alone:
+        kept += [build(), copy.deepcopy(flat), pickle.loads(pickle.dumps(flat))]
+        for _ in range(3):
+            build(1)  # deleted at once
+        fail_in_the_second_unit()
+    second, third = pair_of(1, in_place), pair_of(2, in_place)
+    if is_alone:
+        kept.append(copy.deepcopy(flat))
+    assert len(flat.state_dict()) == len(build().state_dict())
+    assert_train(third, first)  # in another order than they were made
+    assert_train(second, third, first)
+    assert_goes_on(flat)
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["flat", "fully_shard"])
+@on_ranks(2)
+def test_after_models_that_differ_others_train(in_place: bool) -> None:
+    for depth in (1, 2):
+        with pytest.raises(UsageError, match="The models of the ranks differ"):
+            step(build(depth + dist.get_rank(), in_place=in_place))
+    assert_train(pair_of(0, in_place))
+
+
+@on_ranks(2)
+def test_ranks_that_use_different_models_of_one_structure_are_refused() -> None:
+    for use in (step, FSDP.state_dict):
+        models = [build(), build()]
+        with pytest.raises(UsageError) as caught:
+            use(models[dist.get_rank()])
+        assert_told(
+            str(caught.value),
+            "^The ranks use different models, or have made them in different orders",
+            r"unit '0', made after \d of \d+ unused groups on this rank",
+            rf"where: +{HERE}:\d+ in ",
+        )
+    assert_train(pair_of(0, False))
 
 
 # -- no error
