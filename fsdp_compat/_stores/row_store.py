@@ -281,8 +281,8 @@ class RowStore(StateStore):
         for cut, place in zip(self.layout.cuts, self.orig_params, strict=True):
             if not (cut.is_contiguous or cut.dim is None):
                 raise UsageError.of(
-                    "This kind of checkpoint only supports parameters cut along their first dim.",
-                    expected="Shard(0)",
+                    "This call only supports parameters cut along their first dim.",
+                    expected="Shard(0), or None, from shard_placement_fn",
                     got=f"Shard({cut.dim}) for a parameter of shape {cut.shape}",
                     where=f"parameter {place.name!r}",
                     fix="save model.state_dict() with torch.distributed.checkpoint",

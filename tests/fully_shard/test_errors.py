@@ -107,6 +107,7 @@ def _more_bad_arguments() -> Iterator[Case]:
     yield "ignored names", TypeError, lambda m: shard(m, ignored_params={"stem.weight"})
     yield "no dims", TypeError, lambda m: shard(m, dp_mesh_dims="dp")
     yield "lazy", FsdpCompatError, lambda m: shard(nn.LazyLinear(3))
+    yield "scripted", FsdpCompatError, lambda m: shard(torch.jit.script(nn.Linear(2, 2)))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

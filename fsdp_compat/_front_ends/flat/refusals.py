@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..._engine.unit import Unit
@@ -68,6 +69,14 @@ def refuse_unusable(
     name: str, parameter: nn.Parameter, module: nn.Module, where: str, before: str
 ) -> None:
     """Raise UsageError for a parameter that cannot be sharded. before: what would shard it."""
+    if isinstance(module, torch.jit.ScriptModule):
+        raise UsageError.of(
+            f"Parameter {name!r} cannot be sharded: TorchScript keeps it where it is.",
+            expected="modules that are not scripted or traced",
+            got=f"a {module.original_name} in a {type(module).__name__}",
+            where=where,
+            fix="use torch.compile instead, or shard the modules beside it, each by itself",
+        )
     lazy = isinstance(parameter, nn.parameter.UninitializedParameter)
     if lazy or parameter.is_inference():
         raise UsageError.of(

@@ -66,8 +66,6 @@ def policy_of(given: Any) -> MixedPrecisionPolicy:
 
 def offload_of(given: Any) -> Offload:
     """Resolve an offload policy, ours or torch's. None, as torch takes it: no offloading."""
-    if given is None:
-        return Offload()
     bases = {base.__name__ for base in type(given).__mro__}
     if CPUOffloadPolicy.__name__ in bases:
         if is_simulated():
@@ -79,7 +77,7 @@ def offload_of(given: Any) -> Offload:
                 fix="leave it out, and subtract parameters, gradients and optimizer from the plan",
             )
         return Offload(True, truth("CPUOffloadPolicy.pin_memory", given.pin_memory, WHERE))
-    if OffloadPolicy.__name__ not in bases:
+    if given is not None and OffloadPolicy.__name__ not in bases:
         expected = "an OffloadPolicy(), a CPUOffloadPolicy() or None"
         raise wrong_type("offload_policy", expected, given, WHERE)
     return Offload()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import typing
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -365,14 +364,12 @@ class FSDPModule(_Module):
         truth("enable", enable, "set_separate_reduce_scatter_group")
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Accepted for compatibility, as where torch's backend cannot allocate: buffers are torch's
-        own. The numbers are the same; with True on an accelerator there is a warning."""
-        if truth("enable", enable, "set_allocate_memory_from_process_group_for_comm"):
-            _warn_of_allocator("set_allocate_memory_from_process_group_for_comm(True)")
+        """Accepted for compatibility: buffers of collectives come from torch's allocator, as where
+        torch's backend cannot allocate."""
+        truth("enable", enable, "set_allocate_memory_from_process_group_for_comm")
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
-        """Accepted as the method above: symmetric memory is not used."""
-        _warn_of_allocator(f"set_symm_mem_for_comm({backend!r})")
+        """Accepted for compatibility: symmetric memory is not used."""
 
     # -- what torch calls
 
@@ -448,13 +445,6 @@ def _require_comm(comm: Any, expected: str, where: str) -> None:
     if not callable(comm) or not callable(getattr(comm, "allocate", None)):
         expected = f"{expected}: callable, with a method allocate(size, *, dtype, device)"
         raise wrong_type("comm", expected, comm, where)
-
-
-def _warn_of_allocator(call: str) -> None:
-    if torch.accelerator.is_available():
-        instead = "to allocate them in another way, pass a comm with an allocate() of its own to "
-        text = f"{call} has no effect: buffers of collectives come from torch's allocator; "
-        warnings.warn(f"{text}{instead}set_custom_all_gather", stacklevel=3)
 
 
 def _states_of(modules: Any, where: str) -> list[ShardedModules]:

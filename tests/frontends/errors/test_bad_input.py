@@ -415,6 +415,7 @@ nn.MultiheadAttention(4, 2).out_proj -> FSDP(m) | MultiheadAttention
 of_meta(nn.Linear(2, 2), NoReset()) -> FSDP(m) | NoReset; reset_parameters
 net().to("meta") -> FSDP(m, param_init_fn=lambda module: None) | param_init_fn; meta
 nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4)) -> FSDP(m) | 1.weight; LazyLinear
+nn.Sequential(torch.jit.script(nn.Linear(4, 4))) -> FSDP(m) | 0.weight; TorchScript
 in_inference_mode(net) -> FSDP(m) | inference
 """
 
