@@ -39,8 +39,8 @@ class PatchOnImport(importlib.abc.MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != self.name:
             return None
-        for finder in sys.meta_path:
-            spec = None if finder is self else finder.find_spec(fullname, path, target)
+        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:  # others may change it, too
+            spec = finder.find_spec(fullname, path, target)
             if spec is not None:
                 if spec.loader is not None:
                     self._follow(spec.loader)

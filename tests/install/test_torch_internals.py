@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+from pathlib import Path
+
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_compat
+from fsdp_compat._engine.on_import import PatchOnImport
 from tests.support.parity import assert_close
 from tests.support.ranks import run_ranks
 
@@ -60,3 +65,22 @@ def _pipelines() -> None:
 
 def test_pipelining_trains_sharded_stages() -> None:
     run_ranks(4, _pipelines)
+
+
+def test_several_changes_of_a_module_are_made_when_it_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "changed_twice.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    made: list[str] = []
+
+    def change(name: str) -> PatchOnImport:
+        return PatchOnImport("changed_twice", lambda _: made.append(name) or [])  # type: ignore[func-returns-value]
+
+    changes = change("one"), change("other")
+    for each in changes:
+        each.patch()
+    importlib.import_module("changed_twice")
+    for each in changes:
+        each.undo()
+    assert sorted(made) == ["one", "other"]
