@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from .. import _torch_private
@@ -83,8 +82,7 @@ def import_optim_state(
     units, all_groups = begin(model, call, label, copies=True, meet=not is_local)
     if is_local:
         if not state_dict:
-            have = [rank != global_rank() for rank in range(dist.get_world_size())]
-            _require_senders(have, False, (), 0, where)
+            _require_senders([False], False, (), 0, where)
         own = ownership_of(groups, label, units, model)
         given = _read(own, state_dict, wanted, names_before(model), where)
         return _Loading(own, given, None, wanted).result(all_groups)
@@ -148,13 +146,15 @@ def _require_senders(
     num_ranks: int,
     where: str,
 ) -> None:
-    """Raise UsageError unless rank 0 can send its dict to the ranks without. have: by rank."""
+    """Raise UsageError unless rank 0 can send its dict to the ranks without. have: by rank, or of
+    this one alone."""
     missing = [rank for rank, has in enumerate(have) if not has]
     if not from_rank0 or 0 in missing:
+        ranks = f" on rank(s) {textwrap.shorten(str(missing), 100)} of {len(have)}"
         raise UsageError.of(
             "The optimizer state dict is missing.",
             expected=f"a dict on {'the first' if from_rank0 else 'every'} rank",
-            got=f"None or {{}} on rank(s) {textwrap.shorten(str(missing), 100)} of {len(have)}",
+            got=f"None or {{}}{ranks if len(have) > 1 else ''}",
             where=where,
             fix="pass what optim_state_dict(model, optim) returned; note the order of the "
             "arguments. To load a dict that only rank 0 has, set "

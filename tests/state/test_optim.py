@@ -252,7 +252,7 @@ def test_ranks_load_whole_values_in_turns_and_raise_alone(config: Config) -> Non
                 optimizer.load_state_dict(load_on(model, optimizer, state))
                 model.load_state_dict(values)
                 for wrong in (None, {}):
-                    with refuses(UsageError, rf"None or {{}} on rank\(s\) \[{rank}\] of 4"):
+                    with refuses(UsageError, "None or {}"):
                         load_on(model, optimizer, wrong)
                 with refuses(CheckpointError, "another model"):
                     load_on(model, optimizer, {"state": {"other": {}}})
