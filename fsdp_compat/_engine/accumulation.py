@@ -28,6 +28,7 @@ _GRAD, _NONES = itertools.repeat("grad"), itertools.repeat(None)
 class _Recorded(typing.NamedTuple):
     grad: Tensor
     version: int
+    is_shown: bool  # zeros, until the next backward
 
 
 class ShardedGrads:
@@ -43,7 +44,7 @@ class ShardedGrads:
         """grad_dtype: of ``.grad``; None: the shard's. is_dtensor: ``.grad`` of DTensors stays None
         until a reduction and for unused parameters; users' hooks run after each accumulation. For
         others they run at the end of backward: until then, ranks of a host may read shards."""
-        self._dtype, self._is_dtensor = grad_dtype or store.dtype, is_dtensor
+        self._dtype, self.is_dtensor = grad_dtype or store.dtype, is_dtensor
         self._params: list[nn.Parameter] = [param for param, _ in store.sharded_params]
         # Parameters that this rank has no part of never have gradients here, nor optimizer state.
         # DTensors have empty gradients instead.
@@ -63,7 +64,7 @@ class ShardedGrads:
 
     def accumulate(self, grads: Sequence[Tensor | None], axes: ReduceAxes, what: str) -> None:
         """Assign reduced gradients, one per sharded parameter, or add them to existing ones."""
-        params, is_dtensor = self._params, self._is_dtensor
+        params, is_dtensor = self._params, self.is_dtensor
         if self._absent:
             grads = [
                 None if position in self._absent else grad for position, grad in enumerate(grads)
@@ -98,13 +99,13 @@ class ShardedGrads:
     @property
     def have_hooks(self) -> bool:
         """True if users' hooks are to run at the end of backward."""
-        return not self._is_dtensor and _torch_private.have_post_accumulate_hooks(self._params)
+        return not self.is_dtensor and _torch_private.have_post_accumulate_hooks(self._params)
 
     def step_in_backward(self) -> None:
         """Run the user's post-accumulate hooks, on every rank with an empty gradient if it has no
         part of a parameter; and the optimizers that step in backward, and drop their gradients."""
         for position, param in enumerate(self._params):
-            if not self._is_dtensor and param.requires_grad:
+            if not self.is_dtensor and param.requires_grad:
                 if position in self._absent:
                     param.grad = torch.zeros_like(param, dtype=self._dtype)
                 _torch_private.run_post_accumulate_hooks((param,))
@@ -119,20 +120,22 @@ class ShardedGrads:
 
     # -- accumulation without communication
 
-    def record(self) -> None:
+    def record(self, zeros: Sequence[Tensor | None] = ()) -> None:
         """Record every ``.grad`` after a backward without communication. Even parameters of which
-        this rank has no part get one, so that zero_grad clears the same on all ranks."""
+        this rank has no part get one, so that zero_grad clears the same on all ranks. zeros: for
+        DTensors, which show them until the next backward, where ``.grad`` is None."""
         self.recorded = []
-        if self._is_dtensor:
-            return
-        for param in self._params:
-            if not param.requires_grad:
+        for position, param in enumerate(self._params):
+            grad, is_shown = param.grad, False
+            if grad is None and self.is_dtensor:
+                grad = param.grad = zeros[position]
+                is_shown = True
+            elif grad is None and param.requires_grad:
+                grad = param.grad = torch.zeros_like(param, dtype=self._dtype)
+            if grad is None or not (self.is_dtensor or param.requires_grad):
                 self.recorded.append(None)
-                continue
-            if param.grad is None:
-                param.grad = torch.zeros_like(param, dtype=self._dtype)
-            grad = param.grad
-            self.recorded.append(_Recorded(grad, grad._version))
+            else:
+                self.recorded.append(_Recorded(grad, grad._version, is_shown))
 
     def take_cleared(self) -> tuple[list[int], list[int]]:
         """Return the positions of sharded parameters whose gradients were replaced or set to None
@@ -144,7 +147,12 @@ class ShardedGrads:
                 continue
             if param.grad is not before.grad:
                 replaced.append(position)
-            elif before.grad._version != before.version and not before.grad.any():
+                continue
+            is_written = before.grad._version != before.version
+            if is_written and not _torch_private.local_part(before.grad).any():
                 zeroed.append(position)
+                is_written = False
+            if before.is_shown and not is_written:
+                param.grad = None
         self.recorded = []
         return replaced, zeroed

@@ -263,9 +263,11 @@ class BackwardRunner:
             if backward.has_rest:
                 self._reduce_rest(backward)
             self._join(side=True)
-            for gradients in self._every:
-                if gradients.received:  # no_sync
-                    gradients.sharded.record()
+            # Where units are reduced, ``.grad`` of the others stays as it is.
+            syncs = self.sync and any(unit.behavior.reduction.sync for unit in self._units)
+            for gradients in () if syncs or self.reduces_on_finalize else self._every:
+                if gradients.received:
+                    gradients.record()
                     self._has_recorded = True
             self.reductions.finish()
             events.tell(events.REDUCED, self._units[0].label)

@@ -219,6 +219,17 @@ class Gradients:
 
     # -- at other times
 
+    def record(self) -> None:
+        """After a backward without communication: see ``ShardedGrads.record``."""
+        zeros: Sequence[Tensor | None] = ()
+        if self.sharded.is_dtensor:
+            assert self._buffer is not None
+            form, shard = self._buffer.form, self._store.shard
+            dtype = self._grad_dtype or form.dtype
+            zeros = form.grads(torch.zeros(form.numel, dtype=dtype, device=shard.device))
+            zeros = [g if index in self.received else None for index, g in enumerate(zeros)]
+        self.sharded.record(zeros)
+
     def clear(self) -> None:
         """Before a backward: clear received gradients that zero_grad has cleared since a backward
         without communication. Zeroed gradients stay received: what is reduced must not depend on

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import warnings
 from collections.abc import Iterator
 from datetime import timedelta
@@ -458,6 +459,49 @@ def test_an_all_reduce_hook_can_replicate() -> None:
     hybrid = _sharded(mesh=mesh)
     with pytest.raises(ValueError):
         hybrid.set_all_reduce_hook(hook, stream=torch.Stream(device="cpu"))
+
+
+@only_ours
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks("ranks")
+def test_gradients_that_were_cleared_before_their_reduction_do_not_come_back(ranks: int) -> None:
+    model, x = _sharded(reshard_after_forward=False), _batch()
+    optim = torch.optim.SGD(model.parameters(), 0.0)
+    params = list(model.parameters())
+
+    def by_hand() -> None:
+        for p in params:
+            p.grad = None
+
+    one_backward(model, x)
+    expected = whole_gradients(model)
+    ways = (
+        optim.zero_grad,
+        functools.partial(optim.zero_grad, set_to_none=False),
+        functools.partial(model.zero_grad, set_to_none=False),
+        by_hand,
+    )
+    for has_grads, clear in itertools.product((False, True), ways):
+        model.zero_grad()
+        if has_grads:
+            one_backward(model, x * 5)
+        model.set_requires_gradient_sync(False)
+        one_backward(model, x * 3)
+        reshard(model)
+        clear()
+        one_backward(model, x / 2)
+        one_backward(model, x / 2)
+        model.set_requires_gradient_sync(True)
+        model.reshard()
+        one_backward(model, x)
+        kept = whole_gradients(model)
+        model.zero_grad()
+        for factor in (0.5, 0.5, 1.0):
+            one_backward(model, x * factor)
+        assert_same_values(kept, whole_gradients(model), f"{clear}, {has_grads}")
+    model.zero_grad()
+    one_backward(model, x)
+    assert_same_values(whole_gradients(model), expected, "gradient")
 
 
 @on_ranks(2)
