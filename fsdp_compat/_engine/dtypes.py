@@ -30,6 +30,16 @@ class Precision:
     evaluate: torch.dtype | None = None  # instead of ``gather`` in evaluation mode; None: the same
     grad: torch.dtype | None = None  # of ``.grad``; None: the shard's
 
+    def for_grads_of(self, parameter: Tensor) -> Precision:
+        """Return these with gradients in the parameter's grad_dtype, if the user has set one. They
+        are summed in it, too, unless the dtype of reductions was chosen."""
+        dtype = parameter.grad_dtype
+        if dtype in (None, parameter.dtype) or self.grad is not None:
+            return self
+        wide = torch.promote_types(self.reduce, dtype)
+        reduce = wide if self.reduce is self.gather else self.reduce
+        return dataclasses.replace(self, reduce=reduce, grad=dtype)
+
 
 def is_packed(dtype: torch.dtype) -> bool:
     """True for the dtypes of packed formats, integers and 8-bit floats, which are never cast."""

@@ -111,6 +111,7 @@ class Group:
         """Collective over the mesh, once per process group. offload: the shard is on the CPU.
         behavior: of the unit, if the user may change it; sharded parameters are DTensors then."""
         self.store, self.device, self.behavior = store, device, behavior
+        precision = precision.for_grads_of(store.sharded_params[0].parameter)
         self.offload: OffloadPolicy = OnHost(device) if offload else ON_DEVICE
         # One per dtype computed in: see `use_dtype`.
         self.memories = [

@@ -113,15 +113,16 @@ def named_within(unit: nn.Module, members: Iterable[OrigParam]) -> list[OrigPara
     ]
 
 
-Kinds = tuple[torch.dtype, bool, tuple[object, ...]]
+Kinds = tuple[torch.dtype, bool, tuple[object, ...], torch.dtype | None]
 
 
 def group_members(members: Iterable[OrigParam]) -> list[tuple[Kinds, list[OrigParam]]]:
-    """Return a unit's parameters by (dtype, requires_grad, placement of a DTensor), in order of
-    first appearance, trainable groups first."""
+    """Return a unit's parameters by (dtype, requires_grad, placement of a DTensor, grad_dtype),
+    in order of first appearance, trainable groups first."""
     kinds: dict[Kinds, list[OrigParam]] = {}
     for member in members:
         p = member.parameter
-        kinds.setdefault((p.dtype, p.requires_grad, _torch_private.placement(p)), []).append(member)
+        kind = p.dtype, p.requires_grad, _torch_private.placement(p), p.grad_dtype
+        kinds.setdefault(kind, []).append(member)
     found: Sequence[tuple[Kinds, list[OrigParam]]] = list(kinds.items())
     return sorted(found, key=lambda item: not item[0][1])

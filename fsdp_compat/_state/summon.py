@@ -93,6 +93,8 @@ def _shown(
                 shown.append(param)
             else:
                 shown.append(store.parameter(index, wholes[index], param.requires_grad))
+                if param.grad_dtype is not param.dtype:
+                    shown[-1].grad_dtype = param.grad_dtype
     for slot in store.shown(shown):
         parameters = _torch_private.parameters_of(slot.module)
         if slot.parameter is None:

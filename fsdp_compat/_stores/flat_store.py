@@ -138,6 +138,8 @@ class FlatStore(StateStore, ReduceForm):
         else:
             # .data: its version counter counts the user's writes, not those of the engine
             params = [FlatParameter(self.shard.data, requires_grad=originals[0].requires_grad)]
+        for param in params if originals[0].grad_dtype is not self.dtype else ():
+            param.grad_dtype = originals[0].grad_dtype
         self._register(params)
         if any(grad is not None for grad in grads):
             self._keep_gradients(grads)

@@ -181,6 +181,8 @@ class RowParam:
         """Return the parameter that replaces ``original``. local: this rank's rows."""
         value = local if placed.spec is None else torch_dtensor.dtensors([local], [placed.spec])[0]
         sharded = nn.Parameter(value, requires_grad=original.requires_grad)
+        if original.grad_dtype is not original.dtype:
+            sharded.grad_dtype = original.grad_dtype
         # Attributes that every instance of a tensor subclass has are recreated by detach(); only
         # the user's own are copied.
         own = vars(original.detach())

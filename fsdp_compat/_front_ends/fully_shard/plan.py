@@ -229,6 +229,7 @@ def _stores(
             placed.dim,
             extended,
             _torch_private.placement(parameter),
+            parameter.grad_dtype,
         )
         store = stores.setdefault(key, PlannedStore(placed.mesh, gather, extended, [], []))
         store.params.append(param)

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat import MixedPrecision, ShardingStrategy, StateDictType
+from fsdp_compat import MixedPrecision, ShardingStrategy, StateDictType, fully_shard
 from fsdp_compat._comm.transport import Kind
 from fsdp_compat._engine.dtypes import tensors_in
 from fsdp_compat.wrap import CustomPolicy, ModuleWrapPolicy
@@ -956,3 +956,33 @@ def test_environment_variable_is_read_when_the_model_is_wrapped() -> None:
         with torch.no_grad():
             found.append(model(torch.ones(1, DIM)).dtype)
     assert found == [BF16, BF16, BF16, FP32]
+
+
+@pytest.mark.parametrize("grad_dtype", [torch.float32, None])
+@pytest.mark.parametrize("front_end", ["flat", "original", "rows"])
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks("ranks")
+def test_gradients_have_the_grad_dtype_of_their_parameters(
+    ranks: int, front_end: str, grad_dtype: torch.dtype | None
+) -> None:
+    model: Any = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in "abc")).bfloat16()
+    for layer in model:
+        nn.init.eye_(layer.weight)
+    model[0].weight.grad_dtype = grad_dtype
+    if front_end == "rows":
+        fully_shard(model)
+    else:
+        model = FSDP(model, use_orig_params=front_end == "original")
+    for values, syncs in (((256.0, 1.0, -256.0), True), ((256.0, 1.0, -255.0), False)):
+        for value in values:
+            with contextlib.nullcontext() if syncs or value < 0 else no_sync(model):
+                model(torch.full((1, 4), value, dtype=torch.bfloat16)).sum().backward()
+    grads = whole_gradients(model)
+    found = {name: (grad.dtype, grad.max().item()) for name, grad in grads.items()}
+    rounded = torch.bfloat16, found["1.weight"][1]
+    assert found == {
+        "0.weight": rounded if grad_dtype is None else (torch.float32, 3.0),
+        "1.weight": rounded,
+        "2.weight": rounded,
+    }
+    assert rounded[1] != 3.0
