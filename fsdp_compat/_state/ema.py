@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -65,32 +65,20 @@ class ShardedEMA:
         stores, kept = self._sharded_stores("ShardedEMA.swap()"), list[Tensor]()
         self._is_swapped = True
         try:
-            self._show(stores, kept)
+            with torch.no_grad():
+                for average, store in zip(self._averages, stores, strict=True):
+                    kept.append(store.shard.detach().clone())
+                    store.shard.detach().copy_(average)
             yield
         finally:
             self._is_swapped = False
             self._reshard("the end of ShardedEMA.swap()")
-            self._take_back(stores, kept)
-
-    @torch.no_grad()
-    def _show(self, stores: Sequence[ParamStore], kept: list[Tensor]) -> None:
-        for number, (average, store) in enumerate(zip(self._averages, stores, strict=True)):
-            shard = store.shard.detach()
-            kept.append(shard.clone())
-            shard.copy_(average)
-            if average.dtype is shard.dtype:  # the shard has it now
-                self._averages[number] = kept[-1]
-
-    @torch.no_grad()
-    def _take_back(self, stores: Sequence[ParamStore], kept: Sequence[Tensor]) -> None:
-        for number, (before, store) in enumerate(zip(kept, stores, strict=False)):
-            average, shard = self._averages[number], store.shard.detach()
-            if average is before:
-                self._averages[number] = shard.to(before.dtype, copy=True)
-            else:
-                is_written = shard != average.to(shard.dtype)
-                torch.where(is_written, shard.to(average.dtype), average, out=average)
-            shard.copy_(before)
+            with torch.no_grad():
+                for average, store, before in zip(self._averages, stores, kept, strict=False):
+                    shard = store.shard.detach()
+                    is_written = shard != average.to(shard.dtype)
+                    torch.where(is_written, shard.to(average.dtype), average, out=average)
+                    shard.copy_(before)
 
     def _reshard(self, what: str) -> None:
         for runtime in runtimes_of(model_units_in(self._model)):
