@@ -130,6 +130,7 @@ class BackwardRunner:
     def _on_side(self) -> contextlib.AbstractContextManager[None]:
         return _HERE if self._side is None else self._side.work()
 
+    @_torch_private.outside_transforms
     def pre_backward(self, call: Call, unit: Unit) -> None:
         """Handle a complete gradient of one of the call's outputs: everything recorded after the
         call has run (on this device, where autograd has a thread per device). Collective."""
@@ -183,6 +184,7 @@ class BackwardRunner:
                 return True
         return False
 
+    @_torch_private.outside_transforms
     def on_gradient(self, group: Group, index: int, param: nn.Parameter) -> None:
         """Move the accumulated gradient of a large parameter to the buffer."""
         self._join()
@@ -239,6 +241,7 @@ class BackwardRunner:
             return _HERE
         return self._on_side()
 
+    @_torch_private.outside_transforms
     def _end(self, backward: Backward) -> None:
         """Collective. End the graph task: the remaining post-backwards, and all reductions."""
         self._join(side=True)

@@ -337,8 +337,9 @@ def _let_leave(unit: Unit, output: Any, inputs: Any, age: int) -> tuple[Any, lis
             return tensor
         if _torch_private.storage_key(tensor) in params:
             tensor = tensor.clone()
-        if in_graph and tensor.requires_grad and tensor.grad_fn is not None:
-            leaving.append(tensor)
+        if in_graph:
+            layers = _torch_private.layers_of(tensor)
+            leaving.extend(t for t in layers if t.requires_grad and t.grad_fn is not None)
         return tensor
 
     output = map_tensors(output, leave, in_place=True)

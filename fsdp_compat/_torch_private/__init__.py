@@ -19,6 +19,8 @@ from torch import nn
 from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, ReduceScatterOptions
 from torch._C._distributed_c10d import Store as Store
 from torch._C._dynamo import eval_frame
+from torch._functorch import pyfunctorch
+from torch.autograd import forward_ad
 from torch.distributed._composable_state import _State
 from torch.nn.utils import clip_grad
 from torch.utils import _python_dispatch, checkpoint
@@ -210,13 +212,38 @@ def storage_key(tensor: torch.Tensor) -> int:
     """Return the identity of a tensor's storage object, whose data pointer is null while freed; 0
     for one without, such as a sparse tensor."""
     tensor = local_part(tensor)
-    while is_wrapped(tensor):  # of torch.func: there is no public way to the tensor inside
+    while _is_wrapped(tensor):  # of torch.func: there is no public way to the tensor inside
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
 
 
-# is_wrapped(tensor): True for a tensor of a running transform of torch.func.
-is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+_is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+_transform: Callable[[], object] = torch._C._functorch.peek_interpreter_stack  # None: none runs
+
+
+def layers_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return a tensor and, in transforms of torch.func and forward-mode derivatives, those that
+    hold its values and derivatives: each may be in a graph."""
+    layers = [tensor]
+    if _transform() is not None or forward_ad._current_level >= 0:
+        for layer in layers:
+            is_dual = forward_ad._current_level >= 0
+            tangent = forward_ad.unpack_dual(layer).tangent if is_dual else None
+            inside = torch._C._functorch.get_unwrapped(layer) if _is_wrapped(layer) else None
+            layers += [each for each in (tangent, inside) if each is not None]
+    return layers
+
+
+def outside_transforms(function: Callable[..., None]) -> Callable[..., None]:
+    """Let a function set aside the transforms of torch.func that run."""
+
+    def run(*args: Any) -> None:
+        if _transform() is None:
+            return function(*args)
+        with pyfunctorch.temporarily_clear_interpreter_stack():
+            return function(*args)
+
+    return run
 
 
 def num_holders(storage: torch.UntypedStorage) -> int:
@@ -439,8 +466,11 @@ def _counting_modes() -> list[Any]:
 
 
 def unrecorded() -> contextlib.AbstractContextManager[object]:
-    """A context for operators that selective activation checkpointing must not record: it numbers
-    calls, and a recomputation that finds parameters unsharded makes different ones."""
+    """A context for operators that no transform of torch.func may see, nor selective activation
+    checkpointing record: it numbers calls, and a recomputation that finds parameters unsharded
+    makes different ones."""
+    if _transform() is not None:
+        return pyfunctorch.temporarily_clear_interpreter_stack()
     if counts_collectives():
         modes = _python_dispatch._get_current_dispatch_mode_stack()
         others = [mode for mode in modes if not isinstance(mode, _RECORDERS)]

@@ -62,7 +62,8 @@ class FSDPModule(_Module):
         state = self._get_fsdp_state()
         runtime = state.runtime
         if runtime is None or runtime.stale:
-            runtime = state.ready_runtime()
+            with _torch_private.unrecorded():
+                runtime = state.ready_runtime()
         if state.post_optim_event is not None:
             _wait_for_optimizer(state)
         assert state.unit is not None

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, func, nn
 
 from fsdp_compat import ShardingStrategy
+from tests.support.fully_sharded import shard_all
 from tests.support.models import DIM, Block, Stack
 from tests.support.pairwise import each_value, pairwise
 from tests.support.parity import (
+    Pair,
     Step,
     backward,
     both_forms,
@@ -19,6 +24,7 @@ from tests.support.parity import (
     make_pair,
     no_sync,
     one_backward,
+    seeded,
     square,
     train,
 )
@@ -107,6 +113,42 @@ def test_derivatives_of_any_kind_train_as_unsharded(
     build: type[nn.Module], step: Step, strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     train(build, step=step, sharding_strategy=strategy, use_orig_params=use_orig_params)
+
+
+def _energy(m: nn.Module, x: Tensor) -> Tensor:
+    return m(x).pow(2).sum()
+
+
+def _row(m: nn.Module, x: Tensor) -> Tensor:
+    return m(x[None])[0]
+
+
+TRANSFORMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "jvp": lambda m, x: func.jvp(m, (x,), (x.sin(),))[1],
+    "vjp": lambda m, x: func.vjp(m, x)[1](torch.ones(len(x), 3))[0],
+    "grad": lambda m, x: func.grad(partial(_energy, m))(x),
+    "vmap": lambda m, x: func.vmap(partial(_row, m))(x),
+    "jacrev": lambda m, x: func.jacrev(partial(_row, m))(x[0]),
+    "jacfwd": lambda m, x: func.jacfwd(partial(_row, m))(x[0]),
+    "hessian": lambda m, x: func.hessian(partial(_energy, m))(x),
+}
+
+
+@pairwise
+@pytest.mark.parametrize("front_end", ["flat", "original", "fully_shard"])
+@both_strategies
+@pytest.mark.parametrize("name", TRANSFORMS)
+@on_ranks(2)
+def test_transforms_of_a_model_train_as_those_of_an_unsharded_one(
+    name: str, strategy: ShardingStrategy, front_end: str
+) -> None:
+    options = {"sharding_strategy": strategy, "use_orig_params": front_end == "original"}
+    pair = make_pair(Stack, **options)
+    if front_end == "fully_shard":
+        reshards = strategy is ShardingStrategy.FULL_SHARD
+        pair = Pair(seeded(Stack), shard_all(seeded(Stack), reshard_after_forward=reshards))
+    for _ in range(2):  # the first use, too, is inside a transform
+        pair.step(lambda m, x: backward(TRANSFORMS[name](m, x).pow(2).mean()), idle=False)
 
 
 def _creates_graph(m: nn.Module, x: Tensor) -> Tensor:
