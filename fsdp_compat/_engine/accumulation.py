@@ -65,6 +65,9 @@ class ShardedGrads:
     def accumulate(self, grads: Sequence[Tensor | None], axes: ReduceAxes, what: str) -> None:
         """Assign reduced gradients, one per sharded parameter, or add them to existing ones."""
         params, is_dtensor = self._params, self.is_dtensor
+        if _torch_private.have_gradient_hooks(params):
+            axes.settle(what)
+            grads = list(map(_torch_private.after_gradient_hooks, params, grads))
         if self._absent:
             grads = [
                 None if position in self._absent else grad for position, grad in enumerate(grads)

@@ -41,6 +41,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from .. import _torch_private
 from .._comm.mesh import Axis
 from ..errors import StateError
 from .tensor_parallel import TensorParallel
@@ -189,6 +190,7 @@ class ParamKind(typing.NamedTuple):
     cls: type[nn.Parameter]
     attributes: dict[str, typing.Any]  # shared with the user's parameter
     parallel: TensorParallel | None = None  # of a DTensor, which is an nn.Parameter
+    hooks: typing.Any = None  # of the user, on gradients: as with DDP, before their reduction
 
     def parameter(self, value: Tensor, requires_grad: bool) -> nn.Parameter:
         """Return a parameter over ``value`` with its own version counter. With that of its base, a
@@ -200,4 +202,5 @@ class ParamKind(typing.NamedTuple):
         else:
             param = nn.Parameter(self.parallel.wrap(value.data), requires_grad=requires_grad)
         param.__dict__ = self.attributes
+        setattr(param, _torch_private.GRADIENT_HOOKS, self.hooks)
         return typing.cast(nn.Parameter, param)

@@ -75,6 +75,12 @@ def register_replaced(originals: Iterable[nn.Parameter]) -> None:
     _lose(originals, "a DTensor", "create the optimizer after fully_shard")
 
 
+def register_unsharded(parameters: Iterable[nn.Parameter]) -> None:
+    """Register unsharded parameters, which modules may show after a forward of fully_shard."""
+    fix = "create it before forward, or after model.reshard() of every module"
+    _lose(parameters, "an unsharded copy of a DTensor", fix)
+
+
 def _lose(originals: Iterable[nn.Parameter], now: str, fix: str) -> None:
     _checked.clear()
     for parameter in originals:

@@ -344,4 +344,6 @@ class FlatStore(StateStore, ReduceForm):
 
 def _kind_of(original: nn.Parameter, parallel: TensorParallel | None) -> ParamKind:
     attributes = original.__dict__ if parallel is None else {}
-    return ParamKind(type(original), attributes, parallel)
+    hooks = getattr(original, _torch_private.GRADIENT_HOOKS)
+    setattr(original, _torch_private.GRADIENT_HOOKS, None)  # its gradient is a part from now on
+    return ParamKind(type(original), attributes, parallel, hooks)

@@ -188,7 +188,8 @@ class RowParam:
         own = vars(original.detach())
         attributes = {name: value for name, value in vars(original).items() if name not in own}
         sharded.__dict__ = attributes = attributes | vars(sharded)
-        kind = ParamKind(type(original), attributes, placed.parallel)
+        hooks = getattr(original, _torch_private.GRADIENT_HOOKS)
+        kind = ParamKind(type(original), attributes, placed.parallel, hooks)
         return RowParam(cut, kind, placed.spec, sharded)
 
     def kind_on(self, mesh: Any) -> ParamKind:

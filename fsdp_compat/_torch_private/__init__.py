@@ -116,6 +116,24 @@ def run_post_accumulate_hooks(params: Sequence[torch.Tensor]) -> None:
             hook(param)
 
 
+# The attribute of a tensor with its ``register_hook`` hooks, or None. By it hooks get to another
+# tensor, and their handles still remove them; nothing public moves hooks.
+GRADIENT_HOOKS = "_backward_hooks"
+_gradient_hooks = operator.attrgetter(GRADIENT_HOOKS)
+
+
+def have_gradient_hooks(params: Sequence[torch.Tensor]) -> bool:
+    return any(map(_gradient_hooks, params))
+
+
+def after_gradient_hooks(param: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor | None:
+    """Return what a parameter's hooks make of its gradient."""
+    for hook in tuple((_gradient_hooks(param) or {}).values()) if grad is not None else ():
+        changed = hook(grad)
+        grad = grad if changed is None else changed
+    return grad
+
+
 def is_plain(tensor: torch.Tensor) -> bool:
     """True for a tensor with its own storage; False for a DTensor, which wraps others."""
     return type(tensor) in (torch.Tensor, nn.Parameter) or not isinstance(tensor, _dtensor_class())

@@ -246,3 +246,17 @@ def test_a_model_on_the_meta_device_is_refused() -> None:
     x = torch.ones(2, DIM)
     assert _problem_of("forward", RuntimeError, lambda: model(x)) == ""
     assert _problem_of("unshard", RuntimeError, lambda: model.blocks[0].unshard()) == ""
+
+
+@pytest.mark.skipif(api.name == "torch", reason="torch trains nothing, silently")
+@on_ranks(2)
+def test_an_optimizer_of_unsharded_copies_is_refused() -> None:
+    model = api.fully_shard(Stack(), reshard_after_forward=False)
+    x = torch.ones(2, DIM)
+    with torch.no_grad():
+        model(x)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    one_backward(model, x)
+    assert _problem_of("step", ValueError, optim.step) == ""
+    model.reshard()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()

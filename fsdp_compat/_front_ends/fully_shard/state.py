@@ -172,6 +172,8 @@ class ShardedModules:
             unit = Unit(
                 self.modules[0], groups, options, modules=self.modules, behavior=self.behavior
             )
+            for group in groups:
+                optimizer_patches.register_unsharded(group.unsharded_params)
         unit.owner = weakref.ref(self.modules[0])
         return unit
 

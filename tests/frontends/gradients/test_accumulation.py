@@ -5,23 +5,29 @@ from __future__ import annotations
 
 import contextlib
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp_compat import MixedPrecision, ShardingStrategy
+from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat import MixedPrecision, ShardingStrategy, fully_shard
 from fsdp_compat._comm.transport import Kind
-from tests.support.models import DIM, Stack, Switch
+from fsdp_compat.wrap import ModuleWrapPolicy
+from tests.support.models import DIM, Block, Stack, Switch
 from tests.support.pairwise import each_value
 from tests.support.parity import (
     accumulates,
+    assert_same_values,
     backward,
     both_forms,
     make_pair,
     no_sync,
+    seeded,
     square,
     train,
+    whole_gradients,
 )
 from tests.support.ranks import on_ranks, run_ranks
 
@@ -207,3 +213,42 @@ def test_grad_does_not_contain_gradients_of_no_sync_before_they_are_reduced(
     square(model, torch.randn(4, DIM)).backward()
     assert any(p.grad is not None and p.grad.any() for p in model.parameters())
     assert all(p.grad is None or p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+@pytest.mark.parametrize("front_end", ["flat", "original", "rows"])
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks("ranks")
+def test_hooks_on_gradients_from_before_and_after_wrapping_change_them(
+    ranks: int, front_end: str
+) -> None:
+    """Those from before see whole gradients before the reduction, as with DDP; those from after
+    see what this rank has of a reduced gradient."""
+    plain, inner = seeded(partial(Stack, 2)), seeded(partial(Stack, 2))
+    mask = torch.ones(2 * DIM, DIM).index_fill(0, torch.tensor([0, 3]), 0)
+    for model in (plain, inner):
+        model.blocks[0].up.weight.register_hook(lambda grad: grad * mask)
+        removed = model.blocks[1].up.weight.register_hook(torch.zeros_like)
+    if front_end == "rows":
+        for block in inner.blocks:
+            fully_shard(block)
+        sharded: Any = fully_shard(inner)
+    else:
+        sharded = FSDP(
+            inner,
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            use_orig_params=front_end == "original",
+        )
+    removed.remove()  # of the sharded model alone
+    plain.blocks[1].up.weight._backward_hooks.clear()
+    for model in (plain, sharded):
+        for p in model.blocks[1].parameters():
+            p.register_hook(lambda grad: -2 * grad)
+    x = torch.randn(4, DIM, generator=torch.Generator().manual_seed(0))
+    for _ in range(2):
+        with no_sync(sharded):
+            for model in (plain, sharded):
+                backward(square(model, x))
+        for model in (plain, sharded):
+            backward(square(model, x))
+    expected = {name: p.grad for name, p in plain.named_parameters()}
+    assert_same_values(whole_gradients(sharded), expected, "gradient")
