@@ -10,8 +10,9 @@ import functools
 import itertools
 import numbers
 import textwrap
+import typing
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ from .. import _torch_private
 from .._engine import rendezvous
 from .._engine.group import Group
 from .._engine.state_store import store_of
-from ..errors import FsdpCompatError, UsageError
+from .._text import joined
+from ..errors import CheckpointError, FsdpCompatError, UsageError
 from .sharded_values import copied
 from .units import NamedUnit, clean_name, names_of, require_idle, units_of
 
@@ -111,10 +113,16 @@ class ParamOwnership:
         return not store_of(contents.group).has_part([*contents.all_names])
 
     def name_before(self, name: object) -> str:
-        """Return a parameter's name before wrapping, and without DDP's ``module.``."""
+        """Return a parameter's name before wrapping, the first of a tied one, and without DDP's
+        ``module.``."""
         clean = clean_name(str(name))
         inner = clean.removeprefix("module.")
-        return inner if clean not in self.by_name and inner in self.by_name else clean
+        return self._first_names.get(clean) or self._first_names.get(inner, clean)
+
+    @functools.cached_property
+    def _first_names(self) -> dict[str, str]:
+        all_names = (its for contents in self.held.values() for its in contents.all_names.values())
+        return {name: its[0] for its in all_names for name in its}
 
     def is_user_key(self, key: object) -> bool:
         """True for the key of a state that belongs to no parameter."""
@@ -391,6 +399,102 @@ class _DeepCopies(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+# -- the settings of its groups
+
+# Keys of groups that are no settings, and settings of torch.optim that choose an implementation,
+# and change no number.
+_NAMES = ("params", "param_names")
+_IMPLEMENTATION = ("capturable", "differentiable", "foreach", "fused")
+
+
+class GroupSettings(typing.NamedTuple):
+    """The saved settings of one group of an optimizer."""
+
+    settings: Mapping[str, Any] | None  # None: none of its parameters was saved with any
+    differences: Sequence[str]  # of settings of which the group can have only one, as texts
+
+    def require_one(self, number: int, where: str, more: str = "") -> None:
+        """Raise CheckpointError if settings differ. number: of the group; more: another fix."""
+        if self.differences:
+            raise CheckpointError.of(
+                "The parameters were in other groups when they were saved, with other settings.",
+                expected="groups like those that were saved, or with the same settings",
+                got=joined(self.differences, 4, "; "),
+                where=f"parameter group {number} of the optimizer, {where}",
+                fix="make the groups as they were saved, with use_orig_params=True or fully_shard "
+                "if a FlatParameter, which is in one group, stands in the way; give them the same "
+                f"settings, and others after the load{more}",
+            )
+
+
+def settings_for(
+    ownership: ParamOwnership, saved: Sequence[Mapping[str, Any]]
+) -> list[GroupSettings]:
+    """Return for each group the settings its parameters were saved with, or else those at its
+    position that no other group takes. They differ if parameters of one group had different ones,
+    or if groups with different settings were saved as one. saved: groups by names."""
+    of_name = {name: number for number, group in enumerate(saved) for name in group["params"]}
+    claimed: list[list[int]] = []  # by group of the optimizer: numbers of saved groups
+    for group in ownership.groups:
+        all_names = (its for p in group["params"] for its in ownership.held[p].all_names.values())
+        names = itertools.chain.from_iterable(all_names)
+        claimed.append(list(dict.fromkeys(of_name[name] for name in names if name in of_name)))
+    unlike: dict[int, list[str]] = {}  # by number of the saved group
+    for each in {number for own in claimed for number in own}:
+        heirs = {n: group for n, group in enumerate(ownership.groups) if each in claimed[n]}
+        unlike[each] = _among_heirs(saved[each], heirs)
+    found = []
+    for number, own in enumerate(claimed):
+        its = [saved[each] for each in own]
+        if not own and len(saved) == len(claimed) and number not in unlike:
+            its = [saved[number]]
+        settings = {k: value for k, value in its[0].items() if k not in _NAMES} if its else None
+        differences = _among_saved(its) or [text for each in own for text in unlike[each]]
+        found.append(GroupSettings(settings, differences))
+    return found
+
+
+def like(value: Any, own: Any) -> Any:
+    """Return a setting; as a tensor like the optimizer's own, if that is one."""
+    if isinstance(own, torch.Tensor) and isinstance(value, (int, float, torch.Tensor)):
+        found = torch.as_tensor(value)
+        if found.numel() == own.numel():
+            return found.to(own.device, own.dtype).view(own.shape)
+    return value
+
+
+def _among_saved(groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return how the settings of saved groups differ that one group would get."""
+    return [
+        f"{key}={groups[0].get(key)!r} for {groups[0]['params'][0]!r}, "
+        f"{other.get(key)!r} for {other['params'][0]!r}"
+        for other in groups[1:]
+        for key in dict.fromkeys([*groups[0], *other])
+        if key not in _NAMES and repr(groups[0].get(key)) != repr(other.get(key))
+    ]
+
+
+def _among_heirs(saved: Mapping[str, Any], heirs: Mapping[int, Mapping[str, Any]]) -> list[str]:
+    """Return how groups differ that were saved as one, and would get its settings."""
+    (number, first), *others = heirs.items()
+    return [
+        f"{key}={first[key]} in group {number}, {other[key]} in group {heir}, saved as {value!r}"
+        for heir, other in others
+        for key, value in saved.items()
+        if key in first and key in other and key not in (*_NAMES, *_IMPLEMENTATION)
+        if not _is_same(first[key], other[key])
+    ]
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(other, torch.Tensor):
+        one, other = other, one
+    if isinstance(one, torch.Tensor):
+        other = like(other, one)
+        return isinstance(other, torch.Tensor) and torch.equal(one, other)
+    return bool(one == other)
+
+
 # -- its state dict
 
 
@@ -431,3 +535,16 @@ def _wrong_part(state_dict: Any, is_user_key: Callable[[Any], bool]) -> tuple[st
         if not isinstance(group, Mapping) or not isinstance(group.get("params"), (list, tuple)):
             return f"'param_groups', group {number}: a dict with 'params', a list", group
     return None
+
+
+def user_keys(state: Mapping[Any, Any], listed: Collection[Any]) -> set[Any]:
+    """Return the keys of what belongs to no parameter. listed: the parameters in the groups. A dict
+    that is like the state of a parameter belongs to one under another name."""
+    entries = {key: entry for key, entry in state.items() if isinstance(entry, Mapping)}
+    known = {key for name in listed if name in entries for key in entries[name]}
+    alike = {
+        name
+        for name, entry in entries.items()
+        if (known & entry.keys() if known else any(hasattr(v, "shape") for v in entry.values()))
+    }
+    return state.keys() - ({*listed} | alike if listed else entries.keys())

@@ -37,7 +37,9 @@ from .optim_contents import (
     numbered_names,
     ownership_of,
     require_state_dict,
+    settings_for,
     snapshot,
+    user_keys,
 )
 from .rank0 import Rank0Broadcast, outline_of
 from .rank_local import RankState, check_layout, restored
@@ -225,10 +227,13 @@ def _read(
         names |= _names_of_numbers(groups, ownership, order)
     if groups is not None:
         groups = [{**group, "params": [names[key] for key in group["params"]]} for group in groups]
+    for number, its in enumerate(settings_for(ownership, groups or ())):
+        its.require_one(number, where)
+    users = user_keys(state, keys[len(state) :])
     user_states = {
         key: entry
         for key, entry in state.items()
-        if (wanted.is_named or not isinstance(entry, Mapping)) and ownership.is_user_key(key)
+        if (wanted.is_named or key in users) and ownership.is_user_key(key)
     }
     entries = {names[key]: entry for key, entry in state.items() if key not in user_states}
     _refuse_unknown(ownership, entries)
@@ -311,8 +316,10 @@ def _names_of_numbers(
             fix="create the optimizer with the same parameter groups as the saved one, or load "
             "state that is keyed by names",
         )
-    numbers = (number for group in saved for number in group["params"])
-    return dict(zip(numbers, names, strict=True))
+    numbers = [number for group in saved for number in group["params"]]
+    given = [name for group in saved for name in group.get("param_names", ())]  # if torch knew them
+    own = [ownership.name_before(name) for name in given]
+    return dict(zip(numbers, own if {*own} == {*names} else names, strict=True))
 
 
 def _cut_states(
@@ -497,17 +504,12 @@ class _Loading:
         self, saved: Sequence[Mapping[str, Any]], keys: Mapping[nn.Parameter, Any]
     ) -> list[dict[str, Any]]:
         """Return the optimizer's groups with the settings of saved groups of its parameters."""
-        by_name = {name: group for group in saved for name in group["params"]}
-        groups = []
-        for position, group in enumerate(self.ownership.groups):
-            matches = {
-                p: [by_name[name] for name in self.ownership.names_in(p) if name in by_name]
-                for p in group["params"]
-            }
-            in_place = saved[position] if position < len(saved) else {}
-            match = next((found[0] for found in matches.values() if found), in_place)
-            listed = [p for p in group["params"] if matches[p] or not self.wanted.is_older_call]
-            settings = {key: copied(value) for key, value in match.items()}
+        known = {name for group in saved for name in group["params"]}
+        groups, ownership = [], self.ownership
+        for group, its in zip(ownership.groups, settings_for(ownership, saved), strict=True):
+            listed = [p for p in group["params"] if known & {*ownership.names_in(p)}]
+            listed = listed if self.wanted.is_older_call else group["params"]
+            settings = {key: copied(value) for key, value in (its.settings or {}).items()}
             present = {key: value for key, value in group.items() if key not in settings}
             groups.append({**present, **settings, "params": [keys[p] for p in listed]})
         return groups

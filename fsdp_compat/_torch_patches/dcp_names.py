@@ -100,7 +100,7 @@ def unflattened(
     names: Names,
     held: Mapping[nn.Parameter, ParamContents],
 ) -> dict[str, Any]:
-    """Undo ``flattened`` for the parameters of one optimizer."""
+    """Undo ``flattened`` for the parameters of one optimizer: a group for each of them."""
     known = {
         names.public(name)
         for group in optimizer.param_groups
@@ -120,17 +120,7 @@ def unflattened(
         for part in above:
             place = place.setdefault(part, {})
         place[last] = value
-    groups = []
-    for group in optimizer.param_groups:
-        listed = [
-            names.public(name)
-            for param in group["params"]
-            for parameter in names_in(held, param)
-            for name in parameter
-        ]
-        listed = [name for name in listed if name in settings or name in entries]
-        found = [settings[name] for name in listed if name in settings]
-        groups.append({**(found[0] if found else {}), "params": listed})
+    groups = [{**its, "params": [name]} for name, its in settings.items()]
     return {"state": entries, "param_groups": groups}
 
 

@@ -292,6 +292,8 @@ class _LoadPlan:
         self._plan_others(others)
         known = {*others, *(name for held in parts for name in held.names)}
         self.report.unexpected += [name for name in source.names if name not in known]
+        strange = source.strange_states() if optimizer is not None else []
+        self.report.unexpected += [f"{n} (optimizer state)" for n in strange if n not in known]
         self._require_fit(strict, bool(taken or self._others))
         left = {*self.report.missing, *self.report.mismatched}
         self._of_optimizer: OptimizerLoadPlan | None = None

@@ -4,7 +4,7 @@ groups."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,20 +16,20 @@ from .._layout.spec import Interval
 from .._state.optim_contents import (
     CompositeOptimizer,
     NumberedState,
+    ParamOwnership,
     inner_optimizers,
+    like,
     numbered_names,
     ownership_of,
+    settings_for,
 )
 from .._state.units import names_before, units_of
 from .._text import joined
 from ..errors import CheckpointError
-from ._named_groups import HeldPart, NamedGroup, held_by, of_whole
+from ._named_groups import HeldPart, NamedGroup, of_whole
 from ._optimizers import classes_of
 from ._source import Source
 from ._tools.archive import StoredTensor, is_per_element
-
-# Settings of torch.optim that choose an implementation, and change no number.
-_IMPLEMENTATION = frozenset({"capturable", "differentiable", "foreach", "fused"})
 
 
 class OptimizerLoadPlan:
@@ -48,15 +48,16 @@ class OptimizerLoadPlan:
         """taken: parts that are loaded; left: names of all others. Raises CheckpointError."""
         self._source, self._optimizer = source, optimizer
         self.settings_kept: dict[int, str] = {}  # groups that keep their settings, and why
-        self._names = held_by(model, optimizer)
+        where = f"the state of {type(optimizer).__name__}"
+        owned = ownership_of(optimizer.param_groups, where, units_of(model), model)
+        self._names = {p: tuple(owned.held[p].all_names.values()) for p in owned.numbers}
         self._params = [p for group in optimizer.param_groups for p in group["params"]]
         self._settings: list[dict[str, Any]] = [{} for _ in optimizer.param_groups]
         self._state: dict[torch.Tensor, dict[Any, Any]] = {}  # by parameter of the optimizer
         self._kept: set[torch.Tensor] = set()  # parameters whose state is left as it is
         if source.archive.is_by_number:
-            where = f"the state of {type(optimizer).__name__}"
-            owned = ownership_of(optimizer.param_groups, where, units_of(model), model)
             source.number_optimizer(numbered_names(owned, names_before(model)))
+        self._users: dict[str, Any] = {}  # states that belong to no parameter
         saved = source.param_groups()
         kept = _why_kept(saved, source.archive.optimizer_classes, optimizer)
         if kept and strict:
@@ -73,14 +74,16 @@ class OptimizerLoadPlan:
             why = f"the checkpoint holds {kept}"
             self.settings_kept.update(dict.fromkeys(range(len(optimizer.param_groups)), why))
         else:
-            self._plan_settings(saved or [], strict)
+            source.archive.left_out += _in_one_alone(owned, saved or [])
+            self._plan_settings(owned, saved or [], strict)
             self._plan_states(groups, taken, left)
+            self._users = source.user_states()
 
     @property
     def state_kept(self) -> list[str]:
         """The names of the parameters whose state is not loaded."""
         kept = (each for each in self._params if each in self._kept)
-        return [name for each in kept for name in self._names[each]]
+        return [names[0] for each in kept for names in self._names[each]]
 
     def apply(self) -> None:
         """Load the states that were read, and the settings."""
@@ -88,6 +91,8 @@ class OptimizerLoadPlan:
         numbers = {parameter: number for number, parameter in enumerate(self._params)}
         with_state = self._kept & optimizer.state.keys()
         kept = {p: optimizer.state[p] for p in self._params if p in with_state}
+        states: dict[Any, Any] = optimizer.state
+        users = {k: v for k, v in states.items() if not isinstance(k, torch.Tensor)} | self._users
         state = {
             parameter: {key: _on_device_of(value, parameter) for key, value in values.items()}
             for parameter, values in self._state.items()
@@ -109,55 +114,30 @@ class OptimizerLoadPlan:
                     continue  # the optimizer has put a tensor together
                 if not isinstance(value, torch.Tensor) or loaded not in (None, value.dtype):
                     optimizer.state[parameter][key] = value
-        for parameter, values in kept.items():
-            optimizer.state[parameter] = values
+        for key, values in (*kept.items(), *users.items()):
+            optimizer.state[key] = values
 
     # -- planning
 
-    def _plan_settings(self, saved: Sequence[Mapping[str, Any]], strict: bool) -> None:
-        """Take for each group the settings its parameters were saved with, or else those at its
-        position that no other group takes. Raises CheckpointError if parameters of one group had
-        different settings, or groups with different settings were saved as one; not strict: these
-        keep their own."""
-        groups = self._optimizer.param_groups
-        of_name = {name: number for number, group in enumerate(saved) for name in group["params"]}
-        claimed: list[list[int]] = []  # by group of the optimizer: numbers of saved groups
-        for group in groups:
-            names = [name for parameter in group["params"] for name in self._names[parameter]]
-            claimed.append(list(dict.fromkeys(of_name[n] for n in names if n in of_name)))
-        unlike: dict[int, list[str]] = {}  # by number of the saved group
-        for each in {number for own in claimed for number in own}:
-            heirs = {n: group for n, group in enumerate(groups) if each in claimed[n]}
-            unlike[each] = _among_heirs(saved[each], heirs)
-        for number, (group, own) in enumerate(zip(groups, claimed, strict=True)):
-            found = [saved[each] for each in own]
-            if not own and len(saved) == len(groups) and number not in unlike:
-                found = [saved[number]]
-            if differences := _among_saved(found) or [
-                text for each in own for text in unlike[each]
-            ]:
-                self._keep_settings(number, differences, strict)
-            elif found:
+    def _plan_settings(
+        self, owned: ParamOwnership, saved: Sequence[Mapping[str, Any]], strict: bool
+    ) -> None:
+        """Take for each group the settings its parameters were saved with. Raises CheckpointError
+        if they differ; not strict: the group keeps its own."""
+        for number, its in enumerate(settings_for(owned, saved)):
+            group = self._optimizer.param_groups[number]
+            if strict:
+                more = "; or pass strict=False to keep their settings"
+                its.require_one(number, str(self._source.path), more)
+            if its.differences:
+                self.settings_kept[number] = joined(its.differences, 4, "; ")
+            elif its.settings is not None:
                 self._settings[number] = {
-                    key: _like(copy.deepcopy(value), group.get(key))
-                    for key, value in found[0].items()
-                    if key != "params"
+                    key: like(copy.deepcopy(value), group.get(key))
+                    for key, value in its.settings.items()
                 }
             elif group["params"]:
                 self.settings_kept[number] = "none of its parameters was saved with settings"
-
-    def _keep_settings(self, number: int, differences: Sequence[str], strict: bool) -> None:
-        if strict:
-            raise CheckpointError.of(
-                "The parameters were in other groups when they were saved, with other settings.",
-                expected="groups like those that were saved, or with the same settings",
-                got=joined(differences, 4, "; "),
-                where=f"parameter group {number} of the optimizer, {self._source.path}",
-                fix="make the groups as they were saved, with use_orig_params=True or fully_shard "
-                "if a FlatParameter, which is in one group, stands in the way; give them the same "
-                "settings, and others after the load; or pass strict=False to keep their settings",
-            )
-        self.settings_kept[number] = joined(differences, 4, "; ")
 
     def _plan_states(
         self, groups: Sequence[NamedGroup], taken: Sequence[HeldPart], left: set[str]
@@ -183,8 +163,9 @@ class OptimizerLoadPlan:
                     if state:
                         self._state[param] = state
         for other in [each for each in own if each not in managed and self._names[each]]:
-            held = of_whole(self._names[other], other.detach())
-            if self._names[other][0] in left:
+            names = self._names[other][0]
+            held = of_whole(names, other.detach())
+            if names[0] in left:
                 self._kept.add(other)
             elif state := self._state_of(other, [held]):
                 self._state[other] = state
@@ -265,51 +246,19 @@ def _why_kept(
     return "" if is_alike else f"the state of {classes[0]}"
 
 
+def _in_one_alone(owned: ParamOwnership, saved: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield which parameters only one of the two optimizers has, as texts."""
+    listed = {name for group in saved for name in group["params"]}
+    for param, contents in owned.held.items():
+        for names in contents.all_names.values() if not owned.is_vacant(param) else ():
+            if (is_here := param in owned.numbers) == listed.isdisjoint(names) and (
+                is_here or not owned.has_owners
+            ):
+                which = "new" if is_here else "saved"
+                yield f"the state of {names[0]}, which only the {which} optimizer has"
+
+
 def _on_device_of(value: Any, parameter: torch.Tensor) -> Any:
     """Move a state to its parameter; 0-d ones stay on the CPU, where optimizers keep counts."""
     moves = isinstance(value, torch.Tensor) and value.dim()
     return value.to(parameter.device) if moves else value
-
-
-# -- settings
-
-
-def _among_saved(groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return how the settings of saved groups differ that one group would get."""
-    return [
-        f"{key}={groups[0].get(key)!r} for {groups[0]['params'][0]!r}, "
-        f"{other.get(key)!r} for {other['params'][0]!r}"
-        for other in groups[1:]
-        for key in dict.fromkeys([*groups[0], *other])
-        if key != "params" and repr(groups[0].get(key)) != repr(other.get(key))
-    ]
-
-
-def _among_heirs(saved: Mapping[str, Any], heirs: Mapping[int, Mapping[str, Any]]) -> list[str]:
-    """Return how groups differ that were saved as one, and would get its settings."""
-    (number, first), *others = heirs.items()
-    return [
-        f"{key}={first[key]} in group {number}, {other[key]} in group {heir}, saved as {value!r}"
-        for heir, other in others
-        for key, value in saved.items()
-        if key in first and key in other and key not in ("params", *_IMPLEMENTATION)
-        if not _is_same(first[key], other[key])
-    ]
-
-
-def _like(value: Any, own: Any) -> Any:
-    """Return a setting; as a tensor like the optimizer's own, if that is one."""
-    if isinstance(own, torch.Tensor) and isinstance(value, (int, float, torch.Tensor)):
-        found = torch.as_tensor(value)
-        if found.numel() == own.numel():
-            return found.to(own.device, own.dtype).view(own.shape)
-    return value
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(other, torch.Tensor):
-        one, other = other, one
-    if isinstance(one, torch.Tensor):
-        other = _like(other, one)
-        return isinstance(other, torch.Tensor) and torch.equal(one, other)
-    return bool(one == other)

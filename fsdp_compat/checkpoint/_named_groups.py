@@ -18,9 +18,8 @@ from .._engine.unit import Unit
 from .._layout.box import Box, Piece, cut_into_boxes
 from .._layout.spec import Interval, Section
 from .._state.model_state import unmanaged_state
-from .._state.optim_contents import ownership_of
 from .._state.sharded_values import place_of
-from .._state.units import NamedUnit, clean_name, named_sections, names_of, units_of
+from .._state.units import NamedUnit, clean_name, named_sections, names_of
 from ..errors import UsageError
 from ._manifest import Cut, FlatGroup
 from ._tools.archive import moved
@@ -148,17 +147,6 @@ def _split_axes(named: NamedUnit, store: StateStore, section: Section) -> list[A
             if axis.ranks > 1 and not placement.is_replicate():
                 found.setdefault(index, []).append(axis)
     return found.get(section.first_param, [])
-
-
-def held_by(
-    model: nn.Module, optimizer: torch.optim.Optimizer
-) -> dict[torch.Tensor, tuple[str, ...]]:
-    """Return the names in each parameter of the optimizer. Raises UsageError for a foreign one."""
-    owned = ownership_of(optimizer.param_groups, type(optimizer).__name__, units_of(model), model)
-    return {
-        parameter: tuple(name for _, name in contents.names)
-        for parameter, contents in owned.held.items()
-    }
 
 
 # -- what this rank holds

@@ -92,7 +92,8 @@ class Snapshot(RankFile):
         for name, state in states.items():
             put = self.under("other state", name)
             found = {
-                key: self.encoded(f"{name}.{key}", key, its, put) for key, its in state.items()
+                key: self.encoded(name if key is None else f"{name}.{key}", key, its, put)
+                for key, its in state.items()
             }
             self.head.other_states[name] = [
                 (key, value) for key, value in found.items() if value is not LEFT_OUT
@@ -156,6 +157,12 @@ def take_snapshot(
             if (state := optimizer.state.get(parameter)) and parameter not in not_here
             if (names := ownership.names_in(parameter))
         }
+        keys: list[Any] = [key for key in optimizer.state if not isinstance(key, torch.Tensor)]
+        for key in keys:
+            if ownership.is_user_key(key):
+                other_states[key] = {None: optimizer.state[key]}
+            else:
+                snapshot.head.left_out.append(repr(key))
     snapshot.head.extra = encode(extra, "extra", snapshot.under("extra"))
     snapshot.add_common(model, other_states)
     warn_of_left_out(snapshot.head.left_out, "are not in the checkpoint", stacklevel=5)

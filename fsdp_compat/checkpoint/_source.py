@@ -19,7 +19,7 @@ from ._manifest import MANIFEST, file_name, read_manifest
 from ._named_groups import HeldPart
 from ._progress import progress_bar
 from ._ranks import Ranks
-from ._tools.archive import Archive, Checksum, Span, StoredPiece, StoredTensor, whole_box
+from ._tools.archive import Archive, Checksum, Span, StoredPiece, StoredTensor, is_user, whole_box
 from ._tools.merging import sample
 from ._tools.native import EXTRA, EXTRA_STATE, NativeCheckpoint
 from ._tools.opening import open_archive
@@ -43,10 +43,15 @@ class Source:
         self.files = Files(archive.checksums, compares_records=False)
         self.reads: list[Read] = []
         names = [*archive.tensors, *archive.aliases, *self._extra_state()]
-        states = [*archive.states, *self._state_names()]
+        self._users = {n: state[None] for n, state in archive.states.items() if is_user(state)}
+        states = [n for n in [*archive.states, *self._state_names()] if n not in self._users]
         # Names of the model: those of the archive.
         self._names = {new: old for old, new in renamed(names, rename, call).items()}
         self._states = {new: old for old, new in renamed(states, rename, call).items()}
+        with_state = {*states}
+        for new, old in self._names.items():
+            if (first := archive.aliases.get(old)) in with_state:
+                self._states.setdefault(new, first)
 
     def _state_names(self) -> Iterable[str]:
         groups = self.archive.param_groups or ()
@@ -92,12 +97,14 @@ class Source:
         """Return the optimizer's groups by the names of the model, or None without an optimizer."""
         if self.archive.param_groups is None:
             return None
-        names = {old: new for new, old in self._states.items()}
+        first, names = self.archive.aliases, dict[str, list[str]]()
+        for new, old in self._states.items():
+            names.setdefault(first.get(old, old), []).append(new)
         with Files(self.archive.checksums) as files:  # settings are used before the others' checks
             groups = read_all(self.archive.param_groups, files)
         return [
             {key: its for key, its in group.items() if key != "param_names"}
-            | {"params": [names[name] for name in group["params"] if name in names]}
+            | {"params": [n for old in group["params"] for n in names.get(first.get(old, old), ())]}
             for group in groups
         ]
 
@@ -127,6 +134,15 @@ class Source:
         """Return the optimizer state of a parameter, by key."""
         name = self._state_name(held)
         return {} if name is None else self._state(name)
+
+    def user_states(self) -> dict[str, Any]:
+        """Return the states that belong to no parameter."""
+        return {name: self.planned(value) for name, value in self._users.items()}
+
+    def strange_states(self) -> list[str]:
+        """Return the names, in the model, of optimizer states without a tensor in the archive."""
+        strange = {*self.archive.strange_states}
+        return [new for new, old in self._states.items() if old in strange]
 
     def _state_name(self, held: HeldPart) -> str | None:
         return next((self._states[name] for name in held.names if name in self._states), None)
@@ -259,7 +275,7 @@ class NativeSource(Source):
 
     def _state_names(self) -> Iterable[str]:
         common = self._checkpoint.head(self._checkpoint.manifest.common)
-        return (*self._checkpoint.parameters, *common.other_states, *super()._state_names())
+        return (*common.other_states, *super()._state_names())
 
     def _state(self, name: str) -> dict[Any, Any]:
         return self._checkpoint.state_of(name)

@@ -8,6 +8,7 @@ import itertools
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 
-from fsdp_compat import checkpoint
+from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat import StateDictType, checkpoint
 from fsdp_compat._layout.box import Box
 from fsdp_compat.checkpoint import LoadReport
 from fsdp_compat.checkpoint._tools.archive import Archive, Span, of_memory
@@ -26,6 +28,7 @@ from fsdp_compat.checkpoint._tools.opening import open_archive
 from fsdp_compat.checkpoint._tools.reading import Files
 from fsdp_compat.checkpoint._tools.writing import WriteOptions
 from fsdp_compat.errors import CheckpointError
+from tests.checkpoint.corpus.content import take_step
 from tests.support.cases import about
 from tests.support.checkpoints import (
     flip,
@@ -37,7 +40,7 @@ from tests.support.checkpoints import (
     state_of,
 )
 from tests.support.odd_model import assert_same
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 SIZE, LAYERS = 256, 6
 
@@ -303,3 +306,143 @@ def test_a_part_of_a_tensor_of_very_many_ranks_asks_for_few_pieces_and_heads(
     assert sum(piece.box.numel for piece in pieces) == 6
     assert len(pieces) <= 4
     assert len(found._heads) <= 4
+
+
+def _write_under_names(folder: Path) -> None:
+    """Write files whose optimizer has other names than the model."""
+    model, ddp = layers(), nn.Sequential()
+    ddp.add_module("module", model)
+    numbered = trained(model).state_dict()
+    (group,) = numbered["param_groups"]
+
+    def write(name: str, weights: Any, names: list[str], by_name: bool) -> None:
+        groups = [{**group, "params": names} if by_name else {**group, "param_names": names}]
+        state = {names[n] if by_name else n: its for n, its in numbered["state"].items()}
+        optimizer = {"state": state, "param_groups": groups}
+        torch.save({"model": weights.state_dict(), "optimizer": optimizer}, folder / f"{name}.pt")
+        checkpoint.convert(folder / f"{name}.pt", folder / name, to="native", world_size=3)
+
+    under_ddp = [name for name, _ in ddp.named_parameters()]
+    write("numbers of ddp", model, under_ddp, False)
+    write("names of ddp", model, under_ddp, True)
+    write("model of ddp", ddp, [*model.state_dict()], True)
+    write("prefix", model, [f"net.{name}" for name in model.state_dict()], True)
+
+
+def _load_under_names(folder: Path) -> None:
+    for front_end in ("flat", "flat original", "rows"):
+        for file in ("", ".pt"):
+            for name in ("numbers of ddp", "names of ddp", "model of ddp", "prefix"):
+                with about(f"{name}{file} into {front_end}"):
+                    model = sharded(front_end, layers())
+                    optimizer = torch.optim.Adam(model.parameters())
+                    load = partial(checkpoint.load, folder / f"{name}{file}", model, optimizer)
+                    if name == "prefix":
+                        with refused(CheckpointError, "net.0.weight"):
+                            load()
+                        assert not optimizer.state
+                        with pytest.warns(UserWarning, match="net.0.weight"):
+                            load(strict=False)
+                        load(rename=lambda name: name.removeprefix("net."))
+                    else:
+                        load()
+                    assert optimizer.param_groups[0]["lr"] == 0.5
+                    found = state_of(model, optimizer)
+                    for number in range(LAYERS):
+                        moment = found[f"state.{number}.weight.exp_avg"]
+                        assert torch.all(moment == 0.1 * (1.0 + number))
+
+
+def test_optimizer_state_is_found_under_the_names_of_ddp_and_refused_under_others(
+    tmp_path: Path,
+) -> None:
+    _write_under_names(tmp_path)
+    for name, is_intact in (("names of ddp", True), ("prefix", False), ("prefix.pt", False)):
+        found = checkpoint.verify(tmp_path / name)
+        assert found.is_intact is is_intact
+        assert {each.kind for each in found.problems} == (set() if is_intact else {"optimizer"})
+    run_ranks(2, _load_under_names, tmp_path)
+
+
+class Tied(nn.Module):
+    """Two layers, which may share a weight."""
+
+    def __init__(self, is_tied: bool) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(4, 4, bias=False) for _ in range(2))
+        if is_tied:
+            self.second.weight = self.first.weight
+
+
+@on_ranks(2)
+def test_the_state_of_a_tied_parameter_is_that_of_each_of_its_names(tmp_path: Path) -> None:
+    for front_end in ("flat", "rows"):
+        model = sharded(front_end, Tied(is_tied=True))
+        optimizer = trained(model)
+        optimizer.param_groups[0]["lr"] = 0.25
+        path = checkpoint.save(tmp_path / front_end, model, optimizer, step=1)
+        saved = state_of(model, optimizer)
+        with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+            of_optimizer = FSDP.optim_state_dict(model, optimizer)
+        weights = dict(checkpoint.iter_full_state_dict(model))
+        states = {"model": weights, "optimizer": of_optimizer}
+        states["model"]["second.weight"] = states["model"]["first.weight"]
+        if dist.get_rank() == 0:
+            torch.save(states, tmp_path / f"{front_end}.pt")
+        dist.barrier()
+        for file in (path, tmp_path / f"{front_end}.pt"):
+            model = sharded(front_end, Tied(is_tied=False))
+            first, second = (
+                ([p] for p in model.parameters())
+                if front_end == "rows"
+                else ([*model.parameters()], [])
+            )
+            optimizer = torch.optim.Adam([{"params": first}, {"params": second}])
+            checkpoint.load(file, model, optimizer)
+            found = state_of(model, optimizer)
+            for name in ("first", "second"):
+                moment = found[f"state.{name}.weight.exp_avg"]
+                assert torch.equal(moment, saved["state.first.weight.exp_avg"])
+            assert all(g["lr"] == 0.25 for g in optimizer.param_groups if g["params"])
+
+
+class Counting(torch.optim.Adam):
+    """Keeps states that belong to no parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        number = self.state["calls"]["number"] + 1 if "calls" in self.state else 1
+        self.state["calls"] = {"number": number, "sums": torch.arange(3.0) * number}
+        self.state["seen"] = number
+        return super().step(closure)
+
+
+def _save_counts(folder: Path) -> None:
+    for front_end in ("flat", "rows"):
+        model = sharded(front_end, layers())
+        optimizer = trained(model, Counting)
+        take_step(optimizer)
+        path = checkpoint.save(folder / front_end, model, optimizer, step=1)
+        if dist.get_rank() == 0:
+            checkpoint.convert(path, folder / f"{front_end}.pt", rename={"seen": "other"})
+            checkpoint.convert(folder / f"{front_end}.pt", folder / f"{front_end} dcp", to="dcp")
+
+
+def _load_counts(folder: Path) -> None:
+    for front_end, saver in itertools.product(("flat", "rows"), repeat=2):
+        for file in ("", ".pt", " dcp"):
+            model = sharded(front_end, layers())
+            optimizer = Counting(model.parameters())
+            optimizer.state["own"] = "kept"
+            checkpoint.load(folder / f"{saver}{file}", model, optimizer)
+            assert (optimizer.state["seen"], optimizer.state["own"]) == (2, "kept")
+            assert optimizer.state["calls"]["number"] == 2
+            assert torch.equal(optimizer.state["calls"]["sums"], torch.arange(3.0) * 2)
+            loaded = FSDP.optim_state_dict_to_load(
+                model, optimizer, FSDP.optim_state_dict(model, optimizer)
+            )
+            assert loaded["state"]["calls"]["number"] == 2
+
+
+def test_states_of_no_parameter_come_back_on_any_number_of_ranks(tmp_path: Path) -> None:
+    run_ranks(3, _save_counts, tmp_path)
+    run_ranks(2, _load_counts, tmp_path)

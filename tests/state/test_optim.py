@@ -620,10 +620,15 @@ def test_state_of_no_parameter_is_saved_and_loaded() -> None:
         assert its["state"].pop("note") == "text"
     assert_equal_states(alone, loadable(ours, optimizer, full_state(ours, optimizer)))
     found["state"]["tables"] = {"rows": torch.ones(2)}
-    with refuses(CheckpointError, "is_named_optimizer"):
-        loadable(ours, optimizer, found)
-    passed_on = loadable(ours, optimizer, found, is_named_optimizer=True)
-    assert torch.equal(passed_on["state"]["tables"]["rows"], torch.ones(2))
+    without = {"state": found["state"]}
+    with refuses(CheckpointError, "is_named_optimizer"):  # no groups list the parameters
+        loadable(ours, optimizer, without)
+    for passed_on in (
+        loadable(ours, optimizer, found),
+        from_rank0(ours, optimizer, found),
+        loadable(ours, optimizer, without, is_named_optimizer=True),
+    ):
+        assert torch.equal(passed_on["state"]["tables"]["rows"], torch.ones(2))
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         full_state(ours, optimizer)

@@ -147,7 +147,7 @@ class Archive:
     aliases: dict[str, str] = dataclasses.field(default_factory=dict)
     # ^ second names of tied tensors: the name that ``tensors`` has
     states: dict[str, dict[Any, Any]] = dataclasses.field(default_factory=dict)
-    # ^ of the optimizer, by parameter and key: StoredTensors and plain values
+    # ^ of the optimizer, by parameter and key: StoredTensors and plain values; see ``is_user``
     param_groups: list[dict[str, Any]] | None = None  # "params": names; None: no optimizer
     optimizer_classes: tuple[str, ...] = ()  # as in a native manifest; empty: not known
     is_by_number: bool = False  # the optimizer's parameters are numbered, as in torch.optim
@@ -165,17 +165,27 @@ class Archive:
         """Yield every tensor with its path, which begins with "model", "optimizer" or "extra"."""
         for name, tensor in self.tensors.items():
             yield f"model/{name}", tensor
-        for name, states in self.states.items():
-            for key, value in states.items():
-                if isinstance(value, StoredTensor):
-                    yield f"optimizer/{name}/{key}", value
-        for path, leaf in leaves(self.extra, "extra"):
+        for path, leaf in (*leaves(self.states, "optimizer"), *leaves(self.extra, "extra")):
             if isinstance(leaf, StoredTensor):
                 yield path, leaf
 
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for _, tensor in self.all_tensors())
+
+    @property
+    def strange_states(self) -> list[str]:
+        """The parameters of the optimizer that are in no model of the archive."""
+        names = [name for name, state in self.states.items() if not is_user(state)]
+        names += [name for group in self.param_groups or () for name in group["params"]]
+        known, prefixes = {*self.tensors, *self.aliases}, self.models or [""]
+        others = (n for n in names if not any(prefix + n in known for prefix in prefixes))
+        return list(dict.fromkeys(others)) if known and not self.is_by_number else []
+
+
+def is_user(state: dict[Any, Any]) -> bool:
+    """Return whether a state of the optimizer belongs to no parameter: it is the value of None."""
+    return state.keys() == {None}
 
 
 def is_per_element(key: Any, value: Any, shape: tuple[int, ...]) -> bool:

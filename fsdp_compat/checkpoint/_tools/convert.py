@@ -20,7 +20,7 @@ from .._arguments import Rename, renamed, require_arguments, selection
 from .._directory import step_in
 from .._progress import progress_bar
 from .._publishing import published, require_free
-from .archive import Archive, StoredTensor
+from .archive import Archive, StoredTensor, is_user
 from .dcp import write_dcp
 from .native import write_native
 from .opening import open_archive, problems_of
@@ -152,6 +152,7 @@ def convert(
         *(() if archive.is_by_number else archive.states),
     )
     names = renamed(filter(is_selected, old_names), rename, _CALL)
+    names |= {name: name for name, state in archive.states.items() if is_user(state)}
     wanted = _as_saved(archive) if as_saved else _selected(archive, names, dtype, to)
     _require_complete(wanted)
     steps = (step, step_in(path.name), archive.step, 0)

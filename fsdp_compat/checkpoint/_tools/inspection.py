@@ -274,10 +274,9 @@ def relative_name(path: Path, directory: Path) -> str:
 
 def plain_values(archive: Archive) -> Iterator[tuple[str, Any]]:
     """Yield everything that is not a tensor, under a path like those of tensors."""
-    for name, states in archive.states.items():
-        for key, value in states.items():
-            if not isinstance(value, StoredTensor):
-                yield f"optimizer/{name}/{key}", value
+    for path, value in leaves(archive.states, "optimizer"):
+        if not isinstance(value, StoredTensor) and value != {}:
+            yield path, value
     for number, group in enumerate(archive.param_groups or []):
         settings = {**group, "params": len(group["params"])}
         yield from leaves(settings, f"optimizer/param_groups/{number}")

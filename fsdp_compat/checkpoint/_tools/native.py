@@ -48,6 +48,7 @@ from .archive import (
     StoredTensor,
     intersection,
     is_per_element,
+    is_user,
     moved,
     of_memory,
     pieces_of_run,
@@ -161,7 +162,7 @@ class NativeCheckpoint:
         return archive
 
     def outline(self) -> Archive:
-        """Return everything but optimizer states and extra values."""
+        """Return everything but extra values and the states of parameters."""
         manifest = self.manifest
         archive = Archive(
             self.path,
@@ -185,6 +186,9 @@ class NativeCheckpoint:
                 archive.tensors[name] = value
             else:
                 archive.extra.setdefault(EXTRA_STATE, {})[name] = value
+        for name, state in self._common.other_states.items():
+            if is_user(dict(state)):
+                archive.states[name] = self.state_of(name)
         if manifest.param_groups is not None:
             archive.param_groups = [
                 {**self._settings(group["settings"]), "params": list(group["params"])}

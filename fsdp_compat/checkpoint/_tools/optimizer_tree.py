@@ -11,7 +11,8 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .archive import Archive, StoredTensor
+from ..._state.optim_contents import user_keys
+from .archive import Archive, StoredTensor, is_user
 from .walk import map_leaves
 
 _STATE, _GROUPS = "state", "param_groups"
@@ -33,14 +34,14 @@ class OptimizerState:
     def parameters(self) -> list[str]:
         """Those that have a state, and those that only groups list."""
         listed = [name for group in self.param_groups for name in group["params"]]
-        return list(dict.fromkeys([*self.states, *listed]))
+        named_here = [name for name, state in self.states.items() if not is_user(state)]
+        return list(dict.fromkeys([*named_here, *listed]))
 
     def renamed(self, new_name: Callable[[str], str]) -> OptimizerState:
         """Return the same under new names of the parameters; tensors are named by them."""
+        new = {old: old if is_user(its) else new_name(old) for old, its in self.states.items()}
         states = {
-            new_name(name): {
-                key: named(value, f"{new_name(name)}/{key}") for key, value in state.items()
-            }
+            new[name]: {key: named(value, f"{new[name]}/{key}") for key, value in state.items()}
             for name, state in self.states.items()
         }
         groups = [
@@ -69,7 +70,7 @@ def is_optimizer(value: Any, is_known: bool) -> bool:
     states, groups = value.get(_STATE, {} if is_known else None), value.get(_GROUPS)
     if (
         isinstance(states, dict)
-        and _are_dicts(states)
+        and (_are_dicts(states) or _GROUPS in value)
         and (_GROUPS in value or (is_known and _STATE in value))
     ):
         return groups is None or _are_dicts(groups)
@@ -104,10 +105,7 @@ def _flattened(tree: dict[Any, Any]) -> OptimizerState:
 
 
 def _nested(tree: dict[Any, Any]) -> OptimizerState:
-    states = {
-        str(name): {key if type(key) is int else str(key): item for key, item in state.items()}
-        for name, state in (tree.get(_STATE) or {}).items()
-    }
+    given_states = {str(name): state for name, state in (tree.get(_STATE) or {}).items()}
     given = tree.get(_GROUPS) or [{}]
     given = given.values() if isinstance(given, dict) else given
     groups = [named({str(key): group[key] for key in group}, _GROUPS) for group in given]
@@ -115,8 +113,16 @@ def _nested(tree: dict[Any, Any]) -> OptimizerState:
         listed = group.get("params")
         listed = list(listed.values()) if isinstance(listed, dict) else listed
         if not isinstance(listed, (list, tuple)):
-            listed = [*states] if len(groups) == 1 else []
+            listed = [*given_states] if len(groups) == 1 else []
         group["params"] = [str(name) for name in listed]
+    known = {name for group in groups for name in group["params"]}
+    users = user_keys(given_states, known)
+    states: States = {
+        name: {None: state}
+        if name in users
+        else {key if type(key) is int else str(key): item for key, item in state.items()}
+        for name, state in given_states.items()
+    }
     rest = {str(key): value for key, value in tree.items() if key not in (_STATE, _GROUPS)}
     found = OptimizerState(states, groups, rest=rest)
     if not all(name.isdecimal() for name in found.parameters):
@@ -137,7 +143,7 @@ def _names_of_numbers(numbered: OptimizerState) -> dict[str, str] | None:
         names |= zip(group["params"], map(str, listed), strict=True)
     num = sum(len(group["params"]) for group in numbered.param_groups)
     is_certain = (
-        len(names) == len(set(names.values())) == num and numbered.states.keys() <= names.keys()
+        len(names) == len(set(names.values())) == num and {*numbered.parameters} <= names.keys()
     )
     return names if is_certain else None
 

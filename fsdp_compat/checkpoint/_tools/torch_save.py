@@ -22,7 +22,7 @@ from ...errors import CheckpointError
 from .._blocks import damaged, new_file, sync_directory
 from .._header import is_quantized
 from .._texts import MAX_TEXT_NBYTES, FileIdentity, brief, identity_of, open_file
-from .archive import Archive, Checksum, Span, StoredPiece, StoredTensor, whole_box
+from .archive import Archive, Checksum, Span, StoredPiece, StoredTensor, is_user, whole_box
 from .pickles import (
     Ignored,
     Make,
@@ -336,7 +336,10 @@ def state_dict_of(archive: Archive) -> Any:
     values: dict[str, Any] = {"model": model}
     if archive.param_groups is not None or archive.states:
         values["optimizer"] = {
-            "state": {_key(archive, name): dict(state) for name, state in archive.states.items()},
+            "state": {
+                _key(archive, name): state[None] if is_user(state) else dict(state)
+                for name, state in archive.states.items()
+            },
             "param_groups": [
                 {**group, "params": [_key(archive, name) for name in group["params"]]}
                 for group in archive.param_groups or ()

@@ -234,15 +234,27 @@ def _set_optimizers(archive: Archive, trees: dict[str, Tree]) -> None:
 
 
 def _with_prefix(archive: Archive, path: str, given: OptimizerState) -> OptimizerState:
-    """Return the state of an optimizer under plain names, those of its model among several."""
+    """Return the state of an optimizer under the names of its model, or else under plain names."""
     if given.is_by_number:
         return given.renamed(str)
     names = _plain_names(given.parameters)
-    known = {*archive.tensors, *archive.aliases}
-    fitting = [p for p in archive.models if all(p + name in known for name in names.values())]
+    known = {name: name for name in archive.tensors} | archive.aliases
+    by_model: dict[str, dict[str, str]] = {}  # the first name of each parameter's tensor, or ""
+    for prefix in archive.models:  # which alone may have been in DistributedDataParallel, or not
+        inner = {_inner(name, prefix): first for name, first in known.items()} | known
+        own = {old: prefix + name for old, name in names.items()}
+        by_model[prefix] = {
+            old: inner.get(name) or inner.get(_inner(name, prefix), "") for old, name in own.items()
+        }
+    fitting = [prefix for prefix, found in by_model.items() if all(found.values())]
     fitting = [p for p in fitting if _LETTERS.sub("", p) == _LETTERS.sub("", path)] or fitting
     prefix = fitting[0] if len(fitting) == 1 else ""
-    return given.renamed(lambda name: prefix + names[name])
+    found = by_model.get(prefix) or {}
+    return given.renamed(lambda name: found.get(name) or prefix + names[name])
+
+
+def _inner(name: str, prefix: str) -> str:
+    return re.sub(rf"^{re.escape(prefix)}({re.escape(_DDP)})+", prefix, name)
 
 
 # -- bounds

@@ -34,7 +34,8 @@ _TEMPORARY = 12  # bytes in memory for each byte of a tensor that is looked at
 class Problem(Facts):
     """One defect of a checkpoint. Its kind is ``"coverage"`` (elements missing, or held by two
     parts), ``"checksum"``, ``"file"`` (missing, too short, unreadable, outside of the
-    directory), ``"copies"`` (replicas that differ) or ``"not finite"`` (only on demand)."""
+    directory), ``"copies"`` (replicas that differ), ``"optimizer"`` (state of a parameter that the
+    model does not have) or ``"not finite"`` (only on demand)."""
 
     kind: str
     where: str  # the path of the tensor, or the name of the file
@@ -156,6 +157,10 @@ class _Verifier:
     def run(self, workers: int, progress: bool) -> Verification:
         archive, checksums = self._archive, self._archive.checksums
         problems = list(self._of_files())
+        problems += [
+            Problem("optimizer", name, "no parameter of the model has this name")
+            for name in archive.strange_states
+        ]
         unusable = {problem.where for problem in problems}
         compared: list[tuple[Path, Any]] = [
             item
