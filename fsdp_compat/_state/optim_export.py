@@ -46,8 +46,13 @@ from .optim_contents import (
     snapshot,
 )
 from .optimizer_patches import cut_state
-from .rank0 import packed_bytes, unpacked
-from .rank_local import gather_states, rank_local_names, rank_state, warn_of_layout
+from .rank_local import (
+    gather_states,
+    gathered_objects,
+    rank_local_names,
+    rank_state,
+    warn_of_layout,
+)
 from .sharded_values import copied, cut_of, mesh_sharded_value, sharded_value
 from .units import model_units_in, refuse_extensions
 
@@ -136,17 +141,12 @@ def _owned_states(source: _Source, groups: Sequence[Group], form: ExportForm) ->
         for parameter, name in source.ownership.owned
         if parameter in source.states
     }
+    own = dict(found)
     axes = dict.fromkeys(group.shard for group in groups if group.shard.ranks > 1)
-    own = packed_bytes(found)
+    device = torch.device("cpu") if form.to_cpu else groups[0].store.shard.device
     for axis in axes if form.values is Values.WHOLE else ():
-        facts = axis.gather_objects((own.numel(), form.keep))
-        sends = [own.numel() if keeps else 0 for _, keeps in facts]
-        sizes = [(n, nbytes * form.keep) for n, (nbytes, _) in zip(sends, facts, strict=True)]
-        sent = own.repeat(sum(keeps for _, keeps in facts)).to(axis.device)
-        received = axis.exchange(sent, sizes, "the optimizer state that ranks own").cpu()
-        device = torch.device("cpu") if form.to_cpu else groups[0].store.shard.device
-        for packed in received.split([nbytes for _, nbytes in sizes]):
-            found |= unpacked(packed, device) if packed.numel() else {}
+        for _, states in gathered_objects(axis, own, form.keep, device, "the state that ranks own"):
+            found |= states
     return found
 
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 import dataclasses
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from .._comm.transport import Transport
 from .._engine.group import Group
 from .._engine.state_store import store_of
 from ..errors import CheckpointError
@@ -68,6 +69,8 @@ def part_of(contents: ParamContents, rank: int) -> Part | None:
     runs = tuple((name, part.start, part.stop) for name, part in parts if part)
     return Part(rank, store.ranks, store.sharded_shape(contents.names[0][0], rank), runs)
 
+
+_AT_ONCE_NBYTES = 32 << 20  # received at a time, unless one rank has more
 
 # Optimizers whose rank-local states this process has warned of.
 _warned: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -129,11 +132,37 @@ def gather_states(
                 stacklevel=2,
             )
     device = torch.device("cpu") if to_cpu else store_of(group).shard.device
-    gathered, found = group.shard.gather_objects(packed_bytes(sent)), list[tuple[str, RankState]]()
-    for rank, packed in enumerate(gathered if keep else ()):
-        found += unpacked(packed, device)
+    found = list[tuple[str, RankState]]()
+    for rank, states in gathered_objects(group.shard, sent, keep, device, "rank-local state"):
+        found += states
         found += kept if rank == group.shard.rank else []
     return found
+
+
+def gathered_objects(
+    axis: Transport, own: Any, keep: bool, device: torch.device, what: str
+) -> Iterator[tuple[int, Any]]:
+    """Yield each rank with its object, whose tensors are on ``device``; without ``keep`` nothing.
+    Ranks send together up to a limit, or alone. Collective, until the iterator ends."""
+    keepers = [rank for rank, keeps in enumerate(axis.gather_objects(keep)) if keeps]
+    is_sent = bool({*keepers} - {axis.rank})
+    packed = packed_bytes(own) if is_sent else torch.empty(0, dtype=torch.uint8)
+    nbytes, start = axis.gather_objects(packed.numel()), 0
+    while start < axis.ranks:
+        stop = start + 1
+        while stop < axis.ranks and sum(nbytes[start : stop + 1]) <= _AT_ONCE_NBYTES:
+            stop += 1
+        senders = [rank for rank in range(start, stop) if rank != axis.rank]
+        receivers = [n for n in keepers if n != axis.rank] if start <= axis.rank < stop else []
+        sizes = [
+            (packed.numel() * (n in receivers), nbytes[n] * (keep and n in senders))
+            for n in range(axis.ranks)
+        ]
+        sent = packed.repeat(len(receivers)).to(axis.device)
+        received = axis.exchange(sent, sizes, what).cpu().split([each for _, each in sizes])
+        for rank in range(start, stop) if keep else ():
+            yield rank, own if rank == axis.rank else unpacked(received[rank], device)
+        start = stop
 
 
 def check_layout(ownership: ParamOwnership, states: Mapping[str, Mapping[Any, Any]]) -> None:

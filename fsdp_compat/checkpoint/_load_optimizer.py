@@ -18,6 +18,7 @@ from .._state.optim_contents import (
     NumberedState,
     ParamOwnership,
     inner_optimizers,
+    is_count,
     like,
     numbered_names,
     ownership_of,
@@ -94,7 +95,7 @@ class OptimizerLoadPlan:
         states: dict[Any, Any] = optimizer.state
         users = {k: v for k, v in states.items() if not isinstance(k, torch.Tensor)} | self._users
         state = {
-            parameter: {key: _on_device_of(value, parameter) for key, value in values.items()}
+            parameter: {key: _as_state(key, value, parameter) for key, value in values.items()}
             for parameter, values in self._state.items()
         }
         optimizer.load_state_dict(
@@ -216,7 +217,8 @@ class OptimizerLoadPlan:
             facts = [(each.shape, getattr(each, "placements", None)) for each in (own, param)]
             if facts[0] == facts[1] and _torch_private.local_part(own).is_contiguous():
                 return own
-        return torch.zeros_like(param.detach(), dtype=dtype)
+        format = torch.contiguous_format  # until it is loaded: its rows are read as they are saved
+        return torch.zeros_like(param.detach(), dtype=dtype, memory_format=format)
 
 
 def _part_in(held: HeldPart) -> Interval:
@@ -258,7 +260,11 @@ def _in_one_alone(owned: ParamOwnership, saved: Sequence[Mapping[str, Any]]) -> 
                 yield f"the state of {names[0]}, which only the {which} optimizer has"
 
 
-def _on_device_of(value: Any, parameter: torch.Tensor) -> Any:
-    """Move a state to its parameter; 0-d ones stay on the CPU, where optimizers keep counts."""
-    moves = isinstance(value, torch.Tensor) and value.dim()
-    return value.to(parameter.device) if moves else value
+def _as_state(key: Any, value: Any, parameter: torch.Tensor) -> Any:
+    """Move a state to its parameter, in the order of its elements in memory; counts stay on the
+    CPU, where optimizers keep them."""
+    if not isinstance(value, torch.Tensor) or is_count(key, tuple(value.shape)):
+        return value
+    if value.shape == parameter.shape and value.stride() != parameter.stride():
+        return torch.empty_like(parameter.detach(), dtype=value.dtype).copy_(value)
+    return value.to(parameter.device)

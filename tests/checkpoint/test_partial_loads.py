@@ -390,3 +390,26 @@ def _load_mixed(folder: Path, states: list[dict[str, Tensor]]) -> None:
 def test_parameters_load_into_buffers_and_ignored_parameters_and_back(tmp_path: Path) -> None:
     states = run_ranks(2, _save_mixed, tmp_path)[0]
     run_ranks(3, _load_mixed, tmp_path, states)
+
+
+@on_ranks(2)
+def test_states_of_an_unmanaged_parameter_keep_its_order_in_memory(tmp_path: Path) -> None:
+    def made(front_end: str) -> Made:
+        torch.manual_seed(0)
+        conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        ignored: dict[str, Any] = {"ignored_modules": [conv]}
+        if front_end == "rows":
+            ignored = {"ignored_params": {*conv.parameters()}}
+        model = sharded(front_end, nn.Sequential(conv, nn.Conv2d(4, 2, 3)), **ignored)
+        return model, torch.optim.Adam(model.parameters())
+
+    for front_end in FRONT_ENDS:
+        model, optimizer = made(front_end)
+        take_step(optimizer)
+        path = checkpoint.save(tmp_path / front_end, model, optimizer, step=1)
+        saved = state_of(model, optimizer)
+        model, optimizer = made(front_end)
+        checkpoint.load(path, model, optimizer)
+        assert_same(state_of(model, optimizer), saved)
+        (param,) = (p for p in optimizer.state if p.shape[1:] == (3, 3, 3))
+        assert optimizer.state[param]["exp_avg"].stride() == param.stride() == (27, 1, 9, 3)

@@ -23,6 +23,7 @@ from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat._state.rank0 import Rank0Broadcast
 from fsdp_compat.errors import CheckpointError, FsdpCompatError, UsageError
 from fsdp_compat.wrap import ModuleWrapPolicy
+from tests.support.checkpoints import sharded as in_front_end
 from tests.support.odd_model import assert_same, each_tensor, train, whole
 from tests.support.optimizer_state import (
     FEW_CONFIGS,
@@ -31,6 +32,7 @@ from tests.support.optimizer_state import (
     Config,
     Named,
     NeedsClosure,
+    Trained,
     assert_compact,
     assert_equal_states,
     assert_state,
@@ -632,3 +634,53 @@ def test_state_of_no_parameter_is_saved_and_loaded() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         full_state(ours, optimizer)
+
+
+@on_ranks(2)
+def test_groups_that_were_saved_with_other_settings_are_refused() -> None:
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    def made(front_end: str, *settings: dict[str, Any]) -> Trained:
+        torch.manual_seed(0)
+        model = in_front_end(front_end, nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+        params = [*model.parameters()]
+        parts = (params[:2], params[2:]) if len(settings) > 1 else (params,)
+        groups = [{"params": p, **its} for p, its in zip(parts, settings, strict=True)]
+        return trained(model, lambda _: torch.optim.AdamW(groups), 0)
+
+    def steps(optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+
+    one, other = {"lr": 0.1, "betas": (0.8, 0.9)}, {"lr": 0.1, "betas": (0.7, 0.9)}
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    for front_end in ("flat original", "rows"):
+        for had, have in (((one, other), (one,)), ((one,), (one, other))):
+            model, optimizer = made(front_end, *had)
+            steps(optimizer)
+            new_model, new = made(front_end, *have)
+            local = [StateDictType.LOCAL_STATE_DICT] * (front_end != "rows")
+            for form in (StateDictType.FULL_STATE_DICT, SHARDED, *local):
+                with FSDP.state_dict_type(model, form):
+                    saved = FSDP.optim_state_dict(model, optimizer)
+                with refuses(CheckpointError, "betas.*0.8.*0.7"):
+                    loadable(new_model, new, saved)
+            with refuses(CheckpointError, "betas.*0.8.*0.7"):
+                FSDP.shard_full_optim_state_dict(full_state(model, optimizer), new_model, optim=new)
+            for options in (None, flat) if front_end != "rows" else ():  # torch's own functions
+                if options is None or len(had) == 2:  # else each parameter has its settings
+                    saved = get_optimizer_state_dict(model, optimizer, options=options)
+                    with refuses(CheckpointError, "betas.*0.8.*0.7"):
+                        set_optimizer_state_dict(new_model, new, saved, options=options)
+            assert not new.state
+        reordered = made(front_end, other, one)
+        steps(reordered[1])
+        model, optimizer = made(front_end, one, other)
+        optimizer.load_state_dict(loadable(model, optimizer, full_state(*reordered)))
+        assert [group["betas"][0] for group in optimizer.param_groups] == [0.7, 0.8]
