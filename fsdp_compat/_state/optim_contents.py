@@ -10,7 +10,6 @@ import functools
 import itertools
 import numbers
 import textwrap
-import typing
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
@@ -407,32 +406,13 @@ _NAMES = ("params", "param_names")
 _IMPLEMENTATION = ("capturable", "differentiable", "foreach", "fused")
 
 
-class GroupSettings(typing.NamedTuple):
-    """The saved settings of one group of an optimizer."""
-
-    settings: Mapping[str, Any] | None  # None: none of its parameters was saved with any
-    differences: Sequence[str]  # of settings of which the group can have only one, as texts
-
-    def require_one(self, number: int, where: str, more: str = "") -> None:
-        """Raise CheckpointError if settings differ. number: of the group; more: another fix."""
-        if self.differences:
-            raise CheckpointError.of(
-                "The parameters were in other groups when they were saved, with other settings.",
-                expected="groups like those that were saved, or with the same settings",
-                got=joined(self.differences, 4, "; "),
-                where=f"parameter group {number} of the optimizer, {where}",
-                fix="make the groups as they were saved, with use_orig_params=True or fully_shard "
-                "if a FlatParameter, which is in one group, stands in the way; give them the same "
-                f"settings, and others after the load{more}",
-            )
-
-
 def settings_for(
-    ownership: ParamOwnership, saved: Sequence[Mapping[str, Any]]
-) -> list[GroupSettings]:
+    ownership: ParamOwnership, saved: Sequence[Mapping[str, Any]], where: str, strict: bool = True
+) -> list[tuple[Mapping[str, Any] | None, str]]:
     """Return for each group the settings its parameters were saved with, or else those at its
-    position that no other group takes. They differ if parameters of one group had different ones,
-    or if groups with different settings were saved as one. saved: groups by names."""
+    position that no other group takes, or None; with a text if there is more than one value of some
+    setting: parameters of one group had different ones, or groups with different settings were
+    saved as one. Raises CheckpointError for that, if strict. saved: groups by names."""
     of_name = {name: number for number, group in enumerate(saved) for name in group["params"]}
     claimed: list[list[int]] = []  # by group of the optimizer: numbers of saved groups
     for group in ownership.groups:
@@ -443,14 +423,24 @@ def settings_for(
     for each in {number for own in claimed for number in own}:
         heirs = {n: group for n, group in enumerate(ownership.groups) if each in claimed[n]}
         unlike[each] = _among_heirs(saved[each], heirs)
-    found = []
+    found: list[tuple[Mapping[str, Any] | None, str]] = []
     for number, own in enumerate(claimed):
-        its = [saved[each] for each in own]
-        if not own and len(saved) == len(claimed) and number not in unlike:
-            its = [saved[number]]
+        is_alone = not own and len(saved) == len(claimed) and number not in unlike
+        its = [saved[each] for each in (own or [number] * is_alone)]
         settings = {k: value for k, value in its[0].items() if k not in _NAMES} if its else None
         differences = _among_saved(its) or [text for each in own for text in unlike[each]]
-        found.append(GroupSettings(settings, differences))
+        found.append((settings, joined(differences, 4, "; ")))
+        if differences and strict:
+            raise CheckpointError.of(
+                "The parameters were in other groups when they were saved, with other settings.",
+                expected="groups like those that were saved, or with the same settings",
+                got=found[-1][1],
+                where=f"parameter group {number} of the optimizer, {where}",
+                fix="make the groups as they were saved, with use_orig_params=True or fully_shard "
+                "if a FlatParameter, which is in one group, stands in the way; give them the same "
+                "settings, and others after the load; with checkpoint.load, strict=False keeps "
+                "their settings",
+            )
     return found
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import textwrap
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 from .. import _torch_private
 from .._engine.group import Group
 from .._engine.state_store import store_of
+from .._text import joined
 from ..errors import (
     CheckpointError,
     FsdpCompatError,
@@ -227,8 +229,7 @@ def _read(
         names |= _names_of_numbers(groups, ownership, order)
     if groups is not None:
         groups = [{**group, "params": [names[key] for key in group["params"]]} for group in groups]
-    for number, its in enumerate(settings_for(ownership, groups or ())):
-        its.require_one(number, where)
+    settings_for(ownership, groups or (), where)  # raises
     users = user_keys(state, keys[len(state) :])
     user_states = {
         key: entry
@@ -237,6 +238,11 @@ def _read(
     }
     entries = {names[key]: entry for key, entry in state.items() if key not in user_states}
     _refuse_unknown(ownership, entries)
+    known = {*entries, *(name for group in groups or () for name in group["params"])}
+    new = [name for p in ownership.numbers for name in ownership.names_in(p) if name not in known]
+    if new and groups and entries and global_rank() == 0:
+        text = f"{where}: no state for {joined(new, 4, ', ')}: not in the saved optimizer."
+        warnings.warn(text, stacklevel=5)
     if wanted.is_older_call:
         _refuse_uncounted(ownership, entries, where)
     cut = _cut_states(entries, ownership)
@@ -506,10 +512,11 @@ class _Loading:
         """Return the optimizer's groups with the settings of saved groups of its parameters."""
         known = {name for group in saved for name in group["params"]}
         groups, ownership = [], self.ownership
-        for group, its in zip(ownership.groups, settings_for(ownership, saved), strict=True):
+        matches = settings_for(ownership, saved, ownership.where)
+        for group, (match, _) in zip(ownership.groups, matches, strict=True):
             listed = [p for p in group["params"] if known & {*ownership.names_in(p)}]
             listed = listed if self.wanted.is_older_call else group["params"]
-            settings = {key: copied(value) for key, value in (its.settings or {}).items()}
+            settings = {key: copied(value) for key, value in (match or {}).items()}
             present = {key: value for key, value in group.items() if key not in settings}
             groups.append({**present, **settings, "params": [keys[p] for p in listed]})
         return groups

@@ -212,12 +212,9 @@ def _owner_of(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
         if store is not None and store.ranks > 1:
             owner = owner or (store.rank, store.ranks)
             cuts.append((store.rank, store.ranks, tuple(parameter.shape)))
-            cuts += [
-                (store.local_shape(index), store.part(index, store.rank))
-                for sharded_param, indices in store.sharded_params
-                if sharded_param is parameter
-                for index in indices
-            ]
+            first = _managed[parameter][1]
+            last = len(store.orig_params) if store.is_flattened else first + 1
+            cuts += [(store.local_shape(i), store.part(i, store.rank)) for i in range(first, last)]
     if owner is None:
         return None
     return {"rank": owner[0], "ranks": owner[1], "layout": zlib.crc32(repr(cuts).encode())}

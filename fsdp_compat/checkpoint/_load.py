@@ -106,8 +106,9 @@ def load(
 
     Parameter groups of the optimizer get the settings that their parameters were saved with,
     whatever the order and number of the groups. A group without any saved parameter, and a setting
-    that was not saved, keep the optimizer's own value. State that numbers its parameters, as
-    ``torch.optim`` does, is taken in the order of this optimizer's parameters.
+    or a state of no parameter that was not saved, keep the optimizer's own value; a warning names
+    parameters that only one optimizer has. State that numbers its parameters, as ``torch.optim``
+    does, is taken in the order of this optimizer's parameters.
 
     Args:
         path: the folder of a run, which may be on a different file system for each node; or the

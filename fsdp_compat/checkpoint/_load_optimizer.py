@@ -125,17 +125,14 @@ class OptimizerLoadPlan:
     ) -> None:
         """Take for each group the settings its parameters were saved with. Raises CheckpointError
         if they differ; not strict: the group keeps its own."""
-        for number, its in enumerate(settings_for(owned, saved)):
+        where = str(self._source.path)
+        for number, (match, differences) in enumerate(settings_for(owned, saved, where, strict)):
             group = self._optimizer.param_groups[number]
-            if strict:
-                more = "; or pass strict=False to keep their settings"
-                its.require_one(number, str(self._source.path), more)
-            if its.differences:
-                self.settings_kept[number] = joined(its.differences, 4, "; ")
-            elif its.settings is not None:
+            if differences:
+                self.settings_kept[number] = differences
+            elif match is not None:
                 self._settings[number] = {
-                    key: like(copy.deepcopy(value), group.get(key))
-                    for key, value in its.settings.items()
+                    key: like(copy.deepcopy(value), group.get(key)) for key, value in match.items()
                 }
             elif group["params"]:
                 self.settings_kept[number] = "none of its parameters was saved with settings"

@@ -50,10 +50,10 @@ class OwnedDirectory:
         sync_directory(target.parent)
 
     def discard(self) -> None:
-        """Remove the directory, if possible, and release the lock. May be called again."""
+        """Release the lock, and remove the directory, if possible. May be called again."""
+        self.release()  # first: NFS keeps a file that is open, and so its directory
         with contextlib.suppress(OSError):
             remove(self.path)
-        self.release()
 
     def release(self) -> None:
         """Release the lock. May be called again."""

@@ -185,7 +185,7 @@ def checkpoint_error_from(error: Exception, what: str, path: Any, state: str) ->
         expected="files that can be read and written",
         got=f"{type(error).__name__}: {error}",
         where=str(path),
-        fix=f"check free space and permissions; {state}",
+        fix=f"check the path, free space and permissions; {state}",
     )
     result.__cause__ = error
     return result

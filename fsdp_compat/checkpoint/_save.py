@@ -200,7 +200,8 @@ class _SaveJob:
                 require_rest(units, call)
                 self._step, self._keep_last = step, keep_last
                 self._shows = progress and self._ranks.number == 0
-                self._target = directory.directory_of(Path(folder), step)
+                # Absolute: the program may change its directory before a thread has written.
+                self._target = directory.directory_of(Path(folder).absolute(), step)
                 if self._target.exists():
                     raise UsageError.of(
                         "This step was already saved, and checkpoints are never overwritten.",
@@ -418,7 +419,7 @@ class _SaveJob:
 
     def _failed(self, problems: str, is_complete: bool) -> CheckpointError:
         what = "The checkpoint could not be saved."
-        fix = "check free space and permissions; earlier checkpoints are unchanged"
+        fix = "check the path, free space and permissions; earlier checkpoints are unchanged"
         if is_complete:
             what = "The checkpoint is complete, but may not survive a power failure."
             fix = "check the disk for errors; no older checkpoint was removed"

@@ -78,6 +78,19 @@ def test_training_goes_on_and_the_values_of_the_call_are_saved(
     assert train(model, optimizer, range(2, 4)) == losses
 
 
+@on_ranks(1)
+def test_a_relative_folder_is_that_of_the_call(tmp_path: Path) -> None:
+    model, go = build(PLAIN)[0], threading.Event()
+    with _writing(lambda: go.wait(30)), pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        saving = checkpoint.async_save("run", model, step=1)
+        (tmp_path / "other").mkdir()
+        patch.chdir(tmp_path / "other")
+        go.set()
+        assert saving.wait() == tmp_path / "run" / "step-00000001"
+    assert checkpoint.latest(tmp_path / "run") == saving.wait()
+
+
 @on_ranks(2)
 def test_one_save_runs_at_a_time_and_its_copy_is_freed_with_it(tmp_path: Path) -> None:
     model, optimizer = build(PLAIN)

@@ -242,9 +242,9 @@ def _with_prefix(archive: Archive, path: str, given: OptimizerState) -> Optimize
     by_model: dict[str, dict[str, str]] = {}  # the first name of each parameter's tensor, or ""
     for prefix in archive.models:  # which alone may have been in DistributedDataParallel, or not
         inner = {_inner(name, prefix): first for name, first in known.items()} | known
-        own = {old: prefix + name for old, name in names.items()}
         by_model[prefix] = {
-            old: inner.get(name) or inner.get(_inner(name, prefix), "") for old, name in own.items()
+            old: inner.get(prefix + name) or inner.get(_inner(prefix + name, prefix), "")
+            for old, name in names.items()
         }
     fitting = [prefix for prefix, found in by_model.items() if all(found.values())]
     fitting = [p for p in fitting if _LETTERS.sub("", p) == _LETTERS.sub("", path)] or fitting
