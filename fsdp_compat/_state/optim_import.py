@@ -236,7 +236,9 @@ def _read(
         for key, entry in state.items()
         if (wanted.is_named or key in users) and ownership.is_user_key(key)
     }
-    entries = {names[key]: entry for key, entry in state.items() if key not in user_states}
+    entries: dict[str, Any] = {}  # of several names of a tied parameter, the first counts
+    for key in [key for key in state if key not in user_states]:
+        entries.setdefault(names[key], state[key])
     _refuse_unknown(ownership, entries)
     known = {*entries, *(name for group in groups or () for name in group["params"])}
     new = [name for p in ownership.numbers for name in ownership.names_in(p) if name not in known]

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from fsdp_compat import (
     CheckpointError,
     CPUOffload,
+    FullOptimStateDictConfig,
     ShardingStrategy,
     StateDictType,
     StateError,
@@ -720,3 +721,36 @@ def test_optimizers_that_are_wrong_on_shards_are_recognised(layout: str) -> None
     whole = WholeParameterOptimizer(model, Layered)
     assert told(whole, model) == []
     assert checkpoint.check_optimizer(model, whole) == []
+
+
+@on_ranks(3)
+def test_owned_states_are_sent_to_the_rank_that_keeps_them_one_owner_at_a_time() -> None:
+    torch.manual_seed(0)
+    layers = (nn.Linear(64, 64, bias=False) for _ in range(6))
+    model = FSDP(nn.Sequential(*layers), use_orig_params=True)
+    optimizer = WholeParameterOptimizer(model, adamw)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    axis, received = groups_of(model)[0].shard, list[int]()
+    exchange = type(axis).exchange
+
+    def noted(self: Any, *args: Any) -> Tensor:
+        found = exchange(self, *args)
+        received.append(found.numel())
+        return found
+
+    config = FullOptimStateDictConfig(rank0_only=True)
+    with (
+        patch.object(type(axis), "exchange", noted),
+        patch("fsdp_compat._state.rank_local._AT_ONCE_NBYTES", 1),
+        FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, None, config),
+    ):
+        state = FSDP.optim_state_dict(model, optimizer)
+    moments = 2 * 64 * 64 * 4  # of one parameter; each rank owns two
+    if dist.get_rank():
+        assert sum(received) == 0
+    else:
+        assert len(state["state"]) == 6
+        assert 0 < max(received) < 3 * moments
+        assert sum(received) < 5 * moments
