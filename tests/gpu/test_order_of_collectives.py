@@ -208,6 +208,10 @@ def one_backward_of_two_forwards(model: Any, x: torch.Tensor, rank: int) -> None
     (model(x, used_by(rank)) + model(x, ALL)).backward()
 
 
+def a_block_left_out_of_one_forward(model: Any, x: torch.Tensor, rank: int) -> None:
+    (model(x, NO_BLOCK if rank == 1 else ALL) + model(x, ALL)).backward()
+
+
 def an_output_that_one_rank_keeps(model: Any, x: torch.Tensor, rank: int) -> None:
     kept = [model(x, ALL)]  # for a log, say; no backward follows
     if rank == 1:
@@ -230,15 +234,16 @@ SCENARIOS: dict[str, Callable[[Any, torch.Tensor, int], None]] = {
         reduced_accumulation,
         several_backwards,
         one_backward_of_two_forwards,
+        a_block_left_out_of_one_forward,
         an_output_that_one_rank_keeps,
         a_retained_graph,
     )
 }
 
 
-UNEVEN = "an_expert_without_tokens"
+UNEVEN, TWO_ORDERS = "an_expert_without_tokens", "a_block_left_out_of_one_forward"
 # Those in which every rank uses all units.
-USED_ALL = [name for name in SCENARIOS if name != "a_block_left_out"]
+USED_ALL = [name for name in SCENARIOS if "block_left_out" not in name]
 BOTH = (FLAT, FULLY_SHARD)
 Case = tuple[str, str, str, dict[str, Any]]
 CASES: list[Case] = [
@@ -253,12 +258,31 @@ CASES: list[Case] = [
         (front_end, "FULL_SHARD", name, {"allow_unused_units": True})
         for front_end in BOTH
         for name in SCENARIOS
+        if name != TWO_ORDERS
     ),
     *((FULLY_SHARD, "FULL_SHARD", name, {"reduces_unused": True}) for name in USED_ALL),
 ]
 
 
-@pytest.mark.parametrize(("front_end", "strategy", "scenario", "options"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("front_end", "strategy", "scenario", "options"),
+    [
+        *CASES,
+        *(
+            pytest.param(
+                front_end,
+                "FULL_SHARD",
+                TWO_ORDERS,
+                {"allow_unused_units": True},
+                marks=pytest.mark.xfail(
+                    strict=True, reason="backward gathers by the calls in this rank's graph"
+                ),
+            )
+            for front_end in BOTH
+        ),
+    ],
+    ids=str,
+)
 @on_ranks(1)
 def test_ranks_issue_their_collectives_in_one_order(
     emulated_device: str, front_end: str, strategy: str, scenario: str, options: dict[str, Any]
