@@ -281,5 +281,23 @@ def test_without_a_black_box_nothing_is_to_diagnose(
     assert "rank_*.box" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("damage", ["no names", "0xff"])
+@pytest.mark.xfail(strict=True, reason="reading does not check what the files hold")
+def test_diagnose_names_a_damaged_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
+    black_box.listener(tmp_path, 0)(events.WAITING, "unit")
+    if damage == "no names":
+        (tmp_path / "rank_0.units").write_text("")
+    else:
+        data = (tmp_path / "rank_0.box").read_bytes()
+        (tmp_path / "rank_0.box").write_bytes(data[:2048] + b"\xff" * len(data[2048:]))
+
+    with pytest.raises(SystemExit):
+        main(["diagnose", str(tmp_path)])
+
+    assert "rank_0" in capsys.readouterr().out
+
+
 if __name__ == "__main__":
     run(sys.argv[1], Path(sys.argv[2]))

@@ -242,6 +242,32 @@ def test_waiting_rank_says_which_error_the_missing_one_has_raised() -> None:
             assert_told(found[0], rf"rank 1: it has raised {raised}, and is at {HERE}:\d+ in ")
 
 
+@pytest.mark.xfail(strict=True, reason="a sleep counts as work, without a warning")
+@on_ranks(2)
+def test_a_rank_that_polls_for_what_the_others_have_not_begun_is_named_on_all_ranks() -> None:
+    model = build()
+    with recorded() as found, limits():
+        if dist.get_rank() == 1:
+            end = time.monotonic() + 3.0
+            while not found and time.monotonic() < end:
+                time.sleep(0.05)  # for a file of rank 0, say
+        model.state_dict()
+    assert_told("\n".join(found), rf"rank 1\b.* at {HERE}:\d+ in ")
+
+
+@pytest.mark.xfail(strict=True, reason="the error is that of the process group that failed")
+@on_ranks(2, environment=NOT_MAPPED)
+def test_error_of_another_process_group_says_which_one_has_failed() -> None:
+    other = FSDP(Block(), process_group=dist.new_group())
+    model = build()
+    step(model)
+    step(other)
+    model.clip_grad_norm_(1.0)
+    assert message_of(lambda: model.clip_grad_norm_(1.0) if dist.get_rank() else step(model))
+    message = message_of(lambda: step(other))
+    assert message and "this process group" not in message
+
+
 # -- models that differ
 
 
@@ -567,6 +593,42 @@ finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(children[2], signal.SIGKILL)
 """
+
+
+LOST_ON_ONE_OF_TWO_HOSTS = """
+import os, signal, sys, time, torch, torch.distributed as dist
+from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat._comm.divergence import deadlock, processes
+from torch import nn
+
+rank, path = int(sys.argv[1]), sys.argv[2]
+deadlock.PATIENCE = 0.5
+if rank < 2:
+    processes.host = lambda: "another"
+dist.init_process_group("gloo", store=dist.FileStore(path, 4), rank=rank, world_size=4)
+model, x = FSDP(nn.Linear(4, 4)), torch.ones(2, 4)
+model(x).sum().backward()
+if rank == 3:
+    if not os.fork():  # holds the connections of its parent for a while
+        for _ in range(100):
+            time.sleep(0.1)
+            if all(os.path.exists(f"{path}.{other}") for other in range(3)):
+                os._exit(0)
+        open(f"{path}.late", "w")
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    model(x)
+finally:
+    open(f"{path}.{rank}", "w")
+"""
+
+
+@pytest.mark.xfail(strict=True, reason="failures of a host's other connections are not asked for")
+def test_rank_that_is_gone_is_noticed_on_every_host_of_several_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    run_programs(LOST_ON_ONE_OF_TWO_HOSTS, [(rank, path) for rank in range(4)], tmp_path)
+    assert not Path(f"{path}.late").exists()
 
 
 @pytest.mark.parametrize("environment", [MESSAGES, COPIED], ids=["messages", "counters"])
