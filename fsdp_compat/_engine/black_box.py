@@ -75,8 +75,7 @@ class _File:
         try:
             self.memory = _mapped(path)
         except BlockingIOError:
-            what = f"{path} belongs to another process, and is the one that is diagnosed"
-            warnings.warn(f"{what}: give each job its own {VARIABLE}.", stacklevel=2)
+            warnings.warn(f"Another process has {path}. Give each job a folder.", stacklevel=2)
             path = path.with_suffix(f".{os.getpid()}.box")
             self.memory = _mapped(path)
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC  # open from now on: paths may be relative

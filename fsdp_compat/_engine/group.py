@@ -3,6 +3,7 @@ backward's all-gathers of a group among fewer ranks; and the communicators of al
 
 from __future__ import annotations
 
+import traceback
 import typing
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -24,7 +25,8 @@ from .storage import GroupMemory, Segments, Storage
 from .store import ParamStore
 from .user_changes import RequiresGrad
 
-all_groups: weakref.WeakKeyDictionary[Group, None] = weakref.WeakKeyDictionary()  # oldest first
+# The oldest first, with the numbers of the lines that made it.
+all_groups: weakref.WeakKeyDictionary[Group, list[int]] = weakref.WeakKeyDictionary()
 
 
 class PartialShard:
@@ -123,7 +125,7 @@ class Group:
         self.replica: Transport = communicator(mesh.replica, device)
         assert all(each.ranks > 1 for each in self.tensor_parallel)  # connected once, here
         self.tags: dict[Transport, int] = {}  # by axis of several ranks, once these agree
-        all_groups[self] = None
+        all_groups[self] = [line for _, line in traceback.walk_stack(None)]
         self._all_gather: Handle | None = None  # in flight
         self._wait_for_custom: Callable[[], None] | None = None  # for the user's last all-gather
         axes = ReduceAxes(

@@ -76,17 +76,18 @@ def _without_tags(groups: Iterable[Group], axis: Transport) -> list[Group]:
 
 
 def _require_same(new: Sequence[Group], axis: Transport) -> None:
-    """Raise UsageError, on all ranks, if these are groups of different models: unless some rank
-    has made more, they have the same place among those not used yet."""
-    made, what = _without_tags(all_groups, axis), "the first use of a model"
-    place = f"{new[0].name}, made after {made.index(new[0])} of {len(made)} unused groups"
-    facts = f"{len(new)} at {made.index(new[0])}", f"{len(new)}", f"{len(made)}"
-    same_place, same_length, same_made = (are_alike(fact, [axis], what) for fact in facts)
-    if not same_place and (same_made or not same_length):
+    """Raise UsageError, on all ranks, if these are groups of different models: made by different
+    lines, and at different places among equally many unused ones."""
+    made, lines = _without_tags(all_groups, axis), all_groups[new[0]]
+    beside = [group for group in made if all_groups[group] == lines]
+    place, length = made.index(new[0]), len(new)
+    facts = length, len(made), (length, place), (length, beside.index(new[0]), lines)
+    alike = [are_alike(repr(fact), [axis], "the first use of a model") for fact in facts]
+    if not any(alike[2:]) and (alike[1] or not alike[0]):
         raise UsageError.of(
             "The ranks use different models, or have made them in different orders.",
             expected=f"one model, used first by all of the ranks {named(axis.members)}",
-            got=f"{place} on this rank",
+            got=f"{new[0].name}, made after {place} of {len(made)} unused groups on this rank",
             where=progress.location(),
             fix="make models in the same order on every rank, and use the same one",
         )

@@ -35,7 +35,6 @@ import dataclasses
 import logging
 import os
 import sys
-import textwrap
 import threading
 import time
 import weakref
@@ -229,8 +228,7 @@ class _Watcher:
         self._forget_old_world()
         if self._responder is not None:
             error = getattr(sys, "last_value", None)  # that the interpreter has printed
-            text = progress.first_line_of(error)
-            name = f" with {type(error).__name__}: {textwrap.shorten(text, 200)}"
+            name = f" with {type(error).__name__}: {progress.first_line_of(error)[:200]}"
             self._responder.announce_end("has ended" + (name if error else ""))
 
     def _run(self) -> None:

@@ -426,8 +426,8 @@ def test_models_train_whatever_one_rank_has_made_alone(
             build(1)  # deleted at once
         fail_in_the_second_unit()
     second, third = pair_of(1, in_place), pair_of(2, in_place)
-    if is_alone:
-        kept.append(copy.deepcopy(flat))
+    if dist.get_rank() == 2:
+        kept += [build(), copy.deepcopy(flat), build()]  # as many as rank 1 has kept
     assert len(flat.state_dict()) == len(build().state_dict())
     assert_train(third, first)  # in another order than they were made
     assert_train(second, third, first)
