@@ -264,17 +264,17 @@ class Runtime:
     # -- between steps
 
     @contextlib.contextmanager
-    def at_rest(self, what: str) -> Iterator[None]:
+    def at_rest(self, what: str) -> Iterator[bool]:
         """A context with every unit sharded, for calls between steps. In nested calls only the
-        outermost checks all units. Raises StateError inside forward or backward."""
+        outermost checks all units, and gets True. Raises StateError inside forward or backward."""
         if self._is_at_rest:
-            yield
+            yield False
             return
         self.require_idle(what)
         self.reshard_all()
         self._is_at_rest = True
         try:
-            yield
+            yield True
         finally:
             self._is_at_rest = False
 

@@ -4,6 +4,7 @@ from every rank or from rank 0 alone."""
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from typing import Any
@@ -21,7 +22,8 @@ from .._engine.state_store import store_of
 from .._layout.spec import Interval, Section
 from ..api import StateDictSettings, StateDictType
 from ..errors import CheckpointError, FsdpCompatError, TypeUsageError, UsageError, require_bools
-from .model_state import sharded_keys
+from .model_state import beside_units, sharded_keys
+from .own_ways import StandIn, loads_in_own_way, overrides, units_with_say
 from .rank0 import Outline, Rank0Broadcast, Rank0Value, outline_of, received
 from .reading_values import (
     is_local,
@@ -33,16 +35,16 @@ from .reading_values import (
     read_part,
     shape_of,
     unfit,
+    whole_value,
 )
 from .sharded_values import BoxedTensor, cut_of, dtype_of, flat_cut
+from .summon import Options, full_unit
 from .units import (
     FSDP_WRAPPED_MODULE,
     ModelUnit,
+    below,
     clean_name,
-    default_form,
-    in_form,
     is_flat_name,
-    loads_in_own_way,
     managed_names,
     model_unit_of,
     model_units_in,
@@ -75,16 +77,51 @@ def load_state_dict(
             fix=_EVERYWHERE,
         )
     _refuse_values(wrapper, own.unit.label, state_dict, strict)
-    rendezvous.require_all_ranks("load_state_dict", _groups_to_gather(wrapper, state_dict))
+    inner, usual = getattr(wrapper, FSDP_WRAPPED_MODULE), nn.Module.load_state_dict
+    is_inners = overrides(inner, "load_state_dict") and not own.unit.summoned
+    having = units_with_say(wrapper, loads_in_own_way)
+    groups = [group for each in having if each and not each.summoned for group in each.groups]
+    rendezvous.require_all_ranks("load_state_dict", (*_gathered(wrapper, state_dict), *groups))
+    entries = _with_versions(inner if is_inners else wrapper, state_dict)
+    load = inner.load_state_dict if is_inners else functools.partial(usual, wrapper)
+    changed = {**({} if strict else {"strict": False}), **({"assign": True} if assign else {})}
+    keys: _torch_private.IncompatibleKeys
     try:
-        keys: _torch_private.IncompatibleKeys
-        keys = nn.Module.load_state_dict(wrapper, state_dict, strict, assign)
+        with _whole(own, wrapper, entries, "") if is_inners else contextlib.nullcontext():
+            keys = load(entries, **changed)
         return keys
     except FsdpCompatError:
         raise
     except RuntimeError as error:  # torch says where things are here
         text = str(error).replace(f"{FSDP_WRAPPED_MODULE}.", "")
         raise not_loaded(text, own.unit.label, state_dict) from error
+    finally:
+        for each in model_units_in(wrapper):  # that an error has left open
+            each.loading[-1].close()
+
+
+def _with_versions(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy that has the versions in its metadata by the names of modules now."""
+    entries, versions = collections.OrderedDict(state_dict), getattr(state_dict, "_metadata", {})
+    named = module.named_modules(remove_duplicate=False)
+    now = {path: versions[clean] for path, _ in named if (clean := clean_name(path)) in versions}
+    setattr(entries, "_metadata", {**versions, **now})
+    return entries
+
+
+@contextlib.contextmanager
+def _whole(
+    own: ModelUnit, wrapper: nn.Module, entries: MutableMapping[str, Any], prefix: str
+) -> Iterator[None]:
+    """A context for modules that load in their own way: they have whole parameters, and whole
+    values in ``entries``, but for those of inner units. Collective."""
+    named = wrapper.named_modules(remove_duplicate=False)
+    paths = [clean_name(path) for path, child in named if path and model_unit_of(child) is not None]
+    inner = tuple(f"{prefix}{path}." for path in paths)
+    for key in [key for key in entries if key.startswith(prefix) and not key.startswith(inner)]:
+        entries[key] = whole_value(entries[key], key)
+    with full_unit(own.unit, Options(writeback=True)):
+        yield
 
 
 def _without_ddp_prefix(inner: nn.Module, state_dict: Any) -> Any:
@@ -104,7 +141,7 @@ def _without_ddp_prefix(inner: nn.Module, state_dict: Any) -> Any:
     return without
 
 
-def _groups_to_gather(module: nn.Module, state_dict: Mapping[str, Any]) -> Iterator[Group]:
+def _gathered(module: nn.Module, state_dict: Mapping[str, Any]) -> Iterator[Group]:
     """Yield the groups whose first sharded value is sharded in another way."""
     for named in units_of(module) if any(map(is_sharded, state_dict.values())) else ():
         for group in named.unit.groups if not named.unit.summoned else ():
@@ -131,7 +168,13 @@ def _before_load(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *r
         clean = prefix + clean_name(key[len(prefix) :])
         if clean != key:
             state_dict[clean] = state_dict.pop(key)
-    if not own.unit.summoned:
+    stack, is_local = contextlib.ExitStack(), own.takes_parts
+    is_local |= any(prefix + name in state_dict for name, _, _ in named_sections(own.unit))
+    if own.unit.summoned:
+        pass
+    elif not is_local and own.unit in units_with_say(wrapper, loads_in_own_way):
+        stack.enter_context(_whole(own, wrapper, state_dict, prefix))
+    else:
         _metadata, _strict, missing, _unexpected, errors = rest
         plan = _UnitPlan(own, state_dict, prefix)  # a module around it may not have looked
         missing += plan.missing
@@ -143,7 +186,7 @@ def _before_load(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *r
     own.unit.view.in_state_dict = True  # until _after_load
     if own.unit.buffers is not None:
         own.unit.buffers.follow(ComputeDtype.EVAL)
-    own.loading = prefix, {prefix + key for key in sharded_keys(wrapper, own.unit)}
+    own.loading = prefix, {prefix + key for key in sharded_keys(wrapper, own.unit)}, stack
 
 
 def _after_load(wrapper: nn.Module, incompatible: Any) -> None:
@@ -153,7 +196,8 @@ def _after_load(wrapper: nn.Module, incompatible: Any) -> None:
     own.unit.view.in_state_dict = False
     if own.unit.buffers is not None:
         own.unit.buffers.follow(ComputeDtype.TRAIN)
-    prefix, sharded = own.loading
+    prefix, sharded, stack = own.loading
+    stack.close()
     outermost = own.unit.is_root or not prefix
     for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
         keys[:] = [
@@ -161,46 +205,51 @@ def _after_load(wrapper: nn.Module, incompatible: Any) -> None:
             for key in keys
             if key not in sharded
         ]
-    own.loading = "", set()
+    own.loading = "", set(), contextlib.ExitStack()
 
 
 def load_unmanaged(model: nn.Module, entries: Mapping[str, Any]) -> None:
     """Load what ``unmanaged_state`` returned, or a part of it. Nothing is sent."""
-    with in_form(model_units_in(model), default_form(StateDictType.LOCAL_STATE_DICT)):
-        model.load_state_dict(entries, strict=False)
+    with beside_units(model) as state:
+        for name in [name for name, value in state.items() if not isinstance(value, StandIn)]:
+            del state[name]
+        state.update(entries)
+        model.load_state_dict(_with_versions(model, state), strict=False)
 
 
 # -- what does not fit
 
 
-_PACKAGE = f"{__name__.partition('.')[0]}."  # of hooks that change no keys
-
-
 def _refuse_values(
     model: nn.Module, label: str, state_dict: Mapping[str, Any], strict: bool
 ) -> None:
-    """Raise CheckpointError, before anything changes, for missing (``strict``) or unfit values."""
+    """Raise CheckpointError, before anything changes, for missing (``strict``) or unfit values, but
+    not for those that a module around them or of their unit may give other names or shapes."""
     missing: list[str] = []
     errors = [f"the key {key!r} is not a name" for key in state_dict if not isinstance(key, str)]
     by_name = {clean_name(str(key)): value for key, value in state_dict.items()}
     others, order = _others_in(model), names_in_order(model, "")
     named_parameters = model.named_parameters(remove_duplicate=False)
     known = {*order, *(clean_name(name) for name, _ in named_parameters)}
+    modules = model.named_modules(remove_duplicate=False)
+    free = tuple(below("", clean_name(path)) for path, its in modules if loads_in_own_way(its))
+    having = units_with_say(model, loads_in_own_way)
     if not errors:
         for named, own in zip(units_of(model), model_units_in(model), strict=True):
-            if not named.unit.summoned:
+            is_free = named.unit in having or named.prefix.startswith(free)
+            if not (named.unit.summoned or is_free):
                 plan = _UnitPlan(own, by_name, named.prefix)
                 missing += plan.missing
                 errors += plan.errors
         for name, tensor in others.items():
-            if tensor is not None and name in by_name:  # None: a class that loads in its own way
+            if tensor is not None and name in by_name and not name.startswith(free):
                 errors += _wrong(name, by_name[name], tuple(tensor.shape), tensor.dtype)
         errors += [
             _other_layout(key, "no such flat parameter")
             for key in by_name
             if is_flat_name(key) and key not in known
         ]
-    if strict and (missing or errors or _loads_plainly(model)):
+    if strict and (missing or errors or not free):
         absent = {
             name
             for name in others.keys() - by_name.keys()
@@ -225,18 +274,6 @@ def _others_in(model: nn.Module) -> dict[str, torch.Tensor | None]:
         slot.name: None if loads_in_own_way(slot.holder) else slot.value
         for slot in unmanaged_in(model)
     }
-
-
-def _loads_plainly(model: nn.Module) -> bool:
-    """True if no method or hook changes keys: missing and unknown ones can be reported first."""
-    return all(
-        not loads_in_own_way(child)
-        and all(
-            getattr(hook, "hook", hook).__module__.startswith(_PACKAGE)
-            for hook in child._load_state_dict_pre_hooks.values()
-        )
-        for child in model.modules()
-    )
 
 
 _EVERYWHERE = (
@@ -393,7 +430,7 @@ def _other_layout(key: str, here: str) -> str:
 
 def _wrong(key: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype) -> list[str]:
     """Say why ``value`` cannot be loaded into such a tensor; []: it can. It may stay lazy."""
-    if isinstance(value, Rank0Value):  # the first rank has looked at it
+    if isinstance(value, (Rank0Value, StandIn)):  # the first rank has looked at it
         return []
     got = shape_of(value) if is_tensor(value) else shape
     if got != shape and (shape, got) != ((), (1,)):
@@ -480,7 +517,8 @@ def _filled(model: nn.Module, given: Any, strict: bool, assign: bool) -> Any:
     if rank0.is_here:
         try:
             _refuse_values(model, label, given, strict)
-            given, told = _outlined(given, managed_names(model), label)
+            seen_whole = units_with_say(model, loads_in_own_way)
+            given, told = _outlined(given, managed_names(model, but=seen_whole), label)
         except CheckpointError as caught:
             error = caught
     text = rank0.tell("" if error is None else str(error))

@@ -3,12 +3,19 @@ tensor types; it does not gather by itself."""
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from typing import Any
 
 import torch
@@ -21,6 +28,8 @@ from .._engine.state_store import StateStore, store_of
 from .._engine.unit import Unit
 from ..api import StateDictType
 from ..errors import UsageError, wrong_type
+from .own_ways import StandIn, has_any_say, saves_in_own_way, stand_ins, units_with_say
+from .reading_values import is_sharded, read_part
 from .sharded_values import (
     BoxedTensor,
     LocalPart,
@@ -30,15 +39,19 @@ from .sharded_values import (
     mesh_sharded_value,
     sharded_value,
 )
+from .summon import Options, full_unit
 from .units import (
     CHECKPOINT_WRAPPED_MODULE,
+    FSDP_WRAPPED_MODULE,
     ModelUnit,
     Wanted,
+    below,
     clean_name,
     default_form,
     everything,
     in_form,
     managed_names,
+    model_unit_of,
     model_units_in,
     named_sections,
     names_in_order,
@@ -62,17 +75,26 @@ def state_dict(wrapper: nn.Module, *args: Any, filter: Any = None, **kwargs: Any
         raise wrong_type("prefix", "a string", prefix, "state_dict")
     if destination is not None and not isinstance(destination, MutableMapping):
         raise wrong_type("destination", "a dict, or None", destination, "state_dict")
-    if destination is None:
-        destination = collections.OrderedDict()
-        setattr(destination, "_metadata", collections.OrderedDict())  # as torch has it
-    own = registered_unit(wrapper)
+    own, prefix = registered_unit(wrapper), prefix or ""
+    having = units_with_say(wrapper, saves_in_own_way)
+    is_local = having and own.takes_parts and not own.unit.summoned
+    units = [each for each in model_units_in(wrapper) if is_local and not each.unit.summoned]
     with contextlib.ExitStack() as stack:
         if filter is not None:
             wanted = wanted_by(filter, "state_dict")
             stack.enter_context(in_form(model_units_in(wrapper), wanted=wanted))
-        if not own.unit.summoned:
-            stack.enter_context(own.runtime.at_rest("state_dict"))
-        return _taken(wrapper, own, destination, prefix or "", bool(keep_vars))
+        rest = own.runtime.at_rest("state_dict")
+        is_outer = own.unit.summoned or stack.enter_context(rest)
+        with stand_ins(each.unit for each in units):
+            found = _taken(wrapper, own, destination, prefix, bool(keep_vars), is_outer, having)
+        if units:  # parameters are saved as they are, not what modules make of them
+            for key in [key for key, value in found.items() if isinstance(value, StandIn)]:
+                del found[key]
+        for path, child in wrapper.named_modules(remove_duplicate=False):
+            if units and (each := model_unit_of(child)) in units:
+                base = clean_name(prefix)
+                found.update(_local_entries(each, below(base, clean_name(path))))
+        return found
 
 
 def _arguments(destination: Any = None, prefix: Any = "", keep_vars: Any = False) -> Any:
@@ -81,63 +103,118 @@ def _arguments(destination: Any = None, prefix: Any = "", keep_vars: Any = False
 
 
 def _taken(
-    wrapper: nn.Module, own: ModelUnit, destination: Any, prefix: str, keep_vars: bool
-) -> dict[str, Any]:
-    """Let torch collect the state dict, and replace the sharded form of parameters by entries."""
-    described: dict[str, Any] = getattr(destination, "_metadata", {})
-    first, first_described = len(destination), len(described)
+    wrapper: nn.Module,
+    own: ModelUnit,
+    given: Any,
+    prefix: str,
+    keep_vars: bool,
+    is_outer: bool,
+    having: Collection[Unit | None],
+) -> Any:
+    """Let modules collect the state dict, and replace the sharded form of parameters by entries.
+    Modules of units ``having`` a say see whole parameters, and what they make of them stays."""
+    first, options = len(given or ()), {"destination": given, "prefix": prefix or None}
+    options |= {"keep_vars": keep_vars or None}
+    is_whole = own.unit in having and not own.unit.summoned
     own.unit.view.in_state_dict = True
     try:
-        with rendezvous.nested("state_dict", _gathered_groups(wrapper)):
-            options: Any = {"destination": destination, "prefix": prefix, "keep_vars": keep_vars}
-            nn.Module.state_dict(wrapper, **options)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(rendezvous.nested("state_dict", _gathered_groups(wrapper, having)))
+            wholes = stack.enter_context(full_unit(own.unit, Options(False))) if is_whole else None
+            for hook in wrapper._state_dict_pre_hooks.values():
+                hook(wrapper, prefix, keep_vars)
+            its = {name: value for name, value in options.items() if value is not None}
+            returned: Any = getattr(wrapper, FSDP_WRAPPED_MODULE).state_dict(**its)
+            result = returned if given is None else given
+            wrapper._save_to_state_dict(result, prefix, keep_vars)
+            for name, child in wrapper._modules.items():
+                if child is not None and name != FSDP_WRAPPED_MODULE:
+                    its |= {"destination": result, "prefix": f"{prefix}{name}."}
+                    child.state_dict(**its)
+            base = clean_name(prefix) if is_outer else prefix
+            keys = list(itertools.islice(result, first, None))
+            found = {base + clean_name(key[len(prefix) :]): result.pop(key) for key in keys}
+            values = _finished(wrapper, own, found, base, keep_vars, wholes)
     finally:
         own.unit.view.in_state_dict = False
-    collected = dict(itertools.islice(destination.items(), first, None))
-    for key in collected:
-        del destination[key]
-    base, values = clean_name(prefix), dict[str, Any]()
-    if own.is_kept_here:
-        values = _values_beside(wrapper, own, collected, base, keep_vars)
-    if not own.unit.summoned:  # in summon_full_params torch has collected whole parameters
-        values.update(_ENTRIES[own.form.state_dict_type](own, base))
-    order = {key: position for position, key in enumerate(names_in_order(wrapper, base))}
-    destination.update(sorted(values.items(), key=lambda entry: order.get(entry[0], len(order))))
-    for key in list(itertools.islice(described, first_described, None)):
-        if key.startswith(prefix):
-            described.setdefault(clean_name(key), described[key])
-    return destination
+    result.update(values if own.is_kept_here or not is_outer else {})
+    described: dict[str, Any] = getattr(result, "_metadata", {})
+    for key in [key for key in described if f"{key}.".startswith(prefix)]:
+        described[clean_name(key)] = described[key]
+    for hook in wrapper._state_dict_hooks.values():
+        changed = hook(wrapper, result, prefix, {"version": wrapper._version})
+        result = result if changed is None else changed
+    return result
 
 
-def _values_beside(
-    wrapper: nn.Module, own: ModelUnit, collected: dict[str, Any], base: str, keep_vars: bool
+def _finished(
+    wrapper: nn.Module,
+    own: ModelUnit,
+    found: dict[str, Any],
+    base: str,
+    keep_vars: bool,
+    wholes: list[torch.Tensor] | None,
 ) -> dict[str, Any]:
-    """Return the finished entries beside the unit's own parameters, by clean name: those of inner
-    units, and this unit's unmanaged ones that the filter chooses."""
-    slots = list(slots_in(wrapper))
-    # Sharded forms of this unit's parameters, also those that an inner unit's modules hold (ties):
-    # the inner wrapper has cleaned their names.
+    """Return the entries for what modules have collected, whole parameters in ``wholes`` or, if
+    None, sharded forms; these in the order before sharding."""
+    slots, is_users_call = list(slots_in(wrapper)), own.unit.summoned and wholes is None
+    # Sharded forms of this unit's parameters, also those that an inner unit's modules hold (ties).
     parts = {base + slot.name for slot in slots if slot.unit is own.unit and not own.unit.summoned}
-    values = {
-        name: value for key, value in collected.items() if (name := clean_name(key)) not in parts
-    }
-    for name, exact in own.exact_buffers():
+    seen = {name: value for name, value in found.items() if name not in parts}
+    values = dict(seen if wholes is None else _of_wholes(own, seen, base, wholes))
+    for name, exact in own.exact_buffers() if wholes is None else ():
         if base + name in values:
             values[base + name] = exact
     owners = {base + clean_name(path): owner for path, owner in owners_in(wrapper).items()}
-    trainable = {
-        base + slot.name for slot in slots if slot.value is not None and slot.value.requires_grad
+    trains = {
+        base + slot.name: slot.value is not None and slot.value.requires_grad for slot in slots
     }
     to_cpu = getattr(own.form.state_dict_config, "offload_to_cpu", False)
     for name, value in list(values.items()):
         is_own = owners.get(name.rpartition(".")[0], wrapper) is wrapper
-        if is_own and not own.wanted(name, name in trainable):
+        if is_own and own.wanted is not everything and not own.wanted(name, trains.get(name, True)):
             del values[name]
         elif to_cpu:
-            values[name] = _on_cpu(value, as_copy=is_own)
-        elif is_own and not own.unit.summoned and not keep_vars:
+            values[name] = _on_cpu(value, as_copy=is_own and value is seen[name])
+        elif is_own and not is_users_call and not keep_vars:
             values[name] = _compact(value)
-    return values
+    if not own.unit.summoned:  # in summon_full_params torch has collected whole parameters
+        values.update(_ENTRIES[own.form.state_dict_type](own, base))
+    if wholes is not None:
+        return values
+    order = {key: position for position, key in enumerate(names_in_order(wrapper, base))}
+    return dict(sorted(values.items(), key=lambda entry: order.get(entry[0], len(order))))
+
+
+def _of_wholes(
+    own: ModelUnit, found: Mapping[str, Any], base: str, wholes: Sequence[torch.Tensor]
+) -> Iterator[tuple[str, Any]]:
+    """Yield what modules gave while their parameters were whole: sharded if that is the form and it
+    is as large as the parameter of its name, else in memory of its own. Collective for DTensors."""
+    names = [(group, _chosen(store_of(group), [base], everything)) for group in own.unit.groups]
+    places = {n: (group, i) for group, its in names for i, known in its.items() for n in known}
+    is_full = own.form.state_dict_type is StateDictType.FULL_STATE_DICT
+    mesh, copies = own.device_mesh, dict[Any, torch.Tensor]()
+    to_cpu = getattr(own.form.state_dict_config, "offload_to_cpu", False)
+    for name, value in found.items():
+        group, index = places.get(name, (None, 0))
+        if group is not None and _torch_private.is_dtensor(value):
+            value = value.full_tensor()
+        if isinstance(value, torch.Tensor) and not is_sharded(value) and not value.is_meta:
+            is_view = any(_torch_private.same_storage(value, whole) for whole in wholes)
+            if not own.is_kept_here:
+                value = StandIn.of(value.shape, value.dtype)
+            elif not is_full and group and value.shape == store_of(group).shape(index):
+                cut = cut_of(group, index, own.group)
+                value = (
+                    sharded_value(cut, copied(read_part(value, cut), to_cpu))
+                    if mesh is None or group.shard.ranks == 1
+                    else mesh_sharded_value(value, mesh)
+                )
+            elif is_view:  # tied ones share their copy
+                place = value.data_ptr(), value.shape, value.stride(), value.dtype
+                value = copies[place] = copies[place] if place in copies else copied(value, to_cpu)
+        yield name, value
 
 
 def sharded_keys(wrapper: nn.Module, unit: Unit) -> set[str]:
@@ -152,24 +229,33 @@ def sharded_keys(wrapper: nn.Module, unit: Unit) -> set[str]:
 def unmanaged_state(model: nn.Module) -> dict[str, Any]:
     """Return what modules save beside the parameters of units, by clean name. Sends nothing."""
     managed = managed_names(model)
-    form = default_form(StateDictType.LOCAL_STATE_DICT)
+    with beside_units(model) as state:
+        named = [(clean_name(name), value) for name, value in state.items()]
+    return {n: v for n, v in named if n not in managed and not isinstance(v, StandIn)}
+
+
+@contextlib.contextmanager
+def beside_units(model: nn.Module) -> Iterator[dict[str, Any]]:
+    """A context that gives what modules save without the parameters of units. If any have a say,
+    they show stand-ins, and there are entries for what they make of them."""
+    managed, units = managed_names(model), model_units_in(model)
+    form, has_say = default_form(StateDictType.LOCAL_STATE_DICT), has_any_say(model)
     # Not every parameter of a unit has a local form.
-    with in_form(model_units_in(model), form, lambda name, trainable: name not in managed):
-        state = model.state_dict()
-    return {
-        clean: value for name, value in state.items() if (clean := clean_name(name)) not in managed
-    }
+    wanted = everything if has_say else lambda name, trainable: name not in managed
+    with stand_ins(each.unit for each in units if has_say), in_form(units, form, wanted):
+        yield model.state_dict()
 
 
 # -- what is sent
 
 
-def _gathered_groups(module: nn.Module) -> Iterator[Group]:
+def _gathered_groups(module: nn.Module, having: Collection[Unit | None]) -> Iterator[Group]:
     """Yield the groups that are gathered for a state dict in the form that is set."""
     for each in model_units_in(module):
         kind = each.form.state_dict_type
         with_mesh = kind is StateDictType.SHARDED_STATE_DICT and each.device_mesh is not None
-        if not each.unit.summoned and (kind is StateDictType.FULL_STATE_DICT or with_mesh):
+        is_sent = kind is StateDictType.FULL_STATE_DICT or with_mesh or each.unit in having
+        if not each.unit.summoned and is_sent:
             yield from each.unit.groups
 
 
@@ -184,7 +270,7 @@ def _compact(value: Any) -> Any:
     """Return a tensor that keeps no more memory than it shows."""
     if (
         not isinstance(value, torch.Tensor)
-        or not _torch_private.is_plain(value)
+        or is_sharded(value)
         or value.layout is not torch.strided
         or value.is_meta
     ):
@@ -257,13 +343,14 @@ def _gathered(
 
 def full_entries(own: ModelUnit, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, copy of the whole tensor) of a unit's parameters, under all names of tied ones,
-    one group gathered at a time; nothing on ranks that keep none. Collective."""
+    one group gathered at a time; stand-ins on ranks that keep none. Collective."""
     device = torch.device("cpu") if own.form.state_dict_config.offload_to_cpu else None
     for names, gathered, index in _gathered(own.unit.groups, [prefix], own.wanted):
         # Other ranks of the parameter's own mesh may keep what this one does not.
         value = gathered.copy(index, device) if own.is_kept_here else gathered.whole(index)
         del gathered
-        for name in names if own.is_kept_here else ():
+        value = value if own.is_kept_here else StandIn.of(value.shape, value.dtype)
+        for name in names:
             yield name, value
         del value
 

@@ -175,3 +175,13 @@ def is_readable(value: object, cut: Cut) -> bool:
     if not isinstance(value, BoxedTensor) or value.cut.is_of_whole:
         return True
     return (value.cut.shape, value.cut.place) == (cut.shape, cut.place)
+
+
+def whole_value(value: Any, name: str) -> Any:
+    """Return a value of a state dict as whole tensor; anything else as it is. Collective for a
+    sharded one."""
+    if _torch_private.is_dtensor(value):
+        return value.to(value.device_mesh.device_type).full_tensor()
+    if isinstance(value, ShardedTensor):
+        return gathered(value)
+    return materialised(value, name) if is_tensor(value) else value

@@ -21,10 +21,10 @@ class Options:
     """The arguments of summon_full_params."""
 
     writeback: bool
-    rank0_only: bool
-    serve_only: bool  # this rank takes part in all-gathers, and shows nothing
-    offload_to_cpu: bool
-    with_grads: bool
+    rank0_only: bool = False
+    serve_only: bool = False  # this rank takes part in all-gathers, and shows nothing
+    offload_to_cpu: bool = False
+    with_grads: bool = False
 
     def keeps_changes_of(self, group: Group) -> bool:
         """Return whether changes are kept: as in torch, always if nothing is sharded, unless only
@@ -44,12 +44,13 @@ def full_parameters(units: Sequence[Unit], options: Options) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for unit in units:
             if not unit.summoned:  # an outer context shows it already
-                stack.enter_context(_full_unit(unit, options))
+                stack.enter_context(full_unit(unit, options))
         yield
 
 
 @contextlib.contextmanager
-def _full_unit(unit: Unit, options: Options) -> Iterator[None]:
+def full_unit(unit: Unit, options: Options) -> Iterator[list[torch.Tensor]]:
+    """Do that for one unit that is sharded; gives the memory of what is shown. Collective."""
     fulls: list[tuple[Group, torch.Tensor, torch.Tensor | None]] = []
     for group in unit.groups:
         full = group.gather_full()
@@ -70,7 +71,7 @@ def _full_unit(unit: Unit, options: Options) -> Iterator[None]:
             for group, full, grads in fulls:
                 stack.enter_context(_shown(group, full, grads, options.keeps_changes_of(group)))
             unit.view.keep_order()
-        yield
+        yield [full for _, full, _ in fulls]
 
 
 @contextlib.contextmanager
@@ -95,12 +96,7 @@ def _shown(
                 shown.append(store.parameter(index, wholes[index], param.requires_grad))
                 if param.grad_dtype is not param.dtype:
                     shown[-1].grad_dtype = param.grad_dtype
-    for slot in store.shown(shown):
-        parameters = _torch_private.parameters_of(slot.module)
-        if slot.parameter is None:
-            parameters.pop(slot.attribute, None)
-        else:
-            parameters[slot.attribute] = slot.parameter
+    show(store, shown)
     whole_grads = store.whole(grads.to(full.device)) if grads is not None else ()
     for parameter, grad, parallel in zip(shown, whole_grads, store.parallel, strict=False):
         dtype = parameter.grad_dtype or grad.dtype  # another one with keep_low_precision_grads
@@ -109,6 +105,10 @@ def _shown(
         yield
     finally:
         with torch.no_grad():
+            for slot in store.shown(shown) if writeback else ():
+                held = _torch_private.parameters_of(slot.module).get(slot.attribute)
+                if held is not None and slot.parameter is not None and held is not slot.parameter:
+                    slot.parameter.data.copy_(held)  # it was replaced
             if writeback:
                 store.take_from_whole([_torch_private.local_part(each.data) for each in shown])
             if writeback and grads is not None:
@@ -120,6 +120,16 @@ def _shown(
     for param, indices in store.sharded_params if writeback else ():
         toggled = [shown[index].requires_grad is not param.requires_grad for index in indices]
         follow_toggles(param, toggled, f"{group.name}, in summon_full_params")
+
+
+def show(store: StateStore, parameters: Sequence[nn.Parameter]) -> None:
+    """Put ``parameters`` into the modules in place of what they show now."""
+    for slot in store.shown(parameters):
+        held = _torch_private.parameters_of(slot.module)
+        if slot.parameter is None:
+            held.pop(slot.attribute, None)
+        else:
+            held[slot.attribute] = slot.parameter
 
 
 def _grad_of(parameter: nn.Parameter) -> torch.Tensor:

@@ -112,8 +112,9 @@ class ModelUnit:
         default_factory=lambda: default_form(StateDictType.FULL_STATE_DICT)
     )
     wanted: Wanted = everything  # the filter of the state_dict() call that is running
-    # While load_state_dict() runs: the prefix of the unit's keys, those of its sharded parameters.
-    loading: tuple[str, set[str]] = ("", set())
+    # While load_state_dict() runs: the prefix of the unit's keys, those of its sharded parameters,
+    # and what shows modules whole ones.
+    loading: tuple[str, set[str], contextlib.ExitStack] = ("", set(), contextlib.ExitStack())
     # Of a unit of several modules: gives the unit's parameters the names that they have in a model.
     # None: their names begin at the unit's module.
     rename: Callable[[nn.Module], None] | None = None
@@ -229,15 +230,17 @@ def units_of(model: nn.Module, once: bool = True) -> list[NamedUnit]:
             if registered.rename is not None:
                 registered.rename(model)
                 prefix = ""
-            found.append(NamedUnit(registered.unit, _below("", prefix)))
+            found.append(NamedUnit(registered.unit, below("", prefix)))
     return found
 
 
-def managed_names(model: nn.Module) -> set[str]:
-    """Return the clean names of parameters of units that are not summoned, and of flat ones."""
+def managed_names(model: nn.Module, but: Collection[Unit | None] = ()) -> set[str]:
+    """Return the clean names of parameters of units that are not summoned, and of flat ones. but:
+    of which units not."""
     found: set[str] = set()
     for named in units_of(model, once=False):
-        sections = named_sections(named.unit) if not named.unit.summoned else ()
+        is_left_out = named.unit.summoned or named.unit in but
+        sections = named_sections(named.unit) if not is_left_out else ()
         for flat_name, group, section in sections:
             found.add(named.prefix + flat_name)
             for index in section.params:
@@ -292,10 +295,6 @@ def unmanaged_in(model: nn.Module) -> Iterator[Slot]:
     return (slot for slot in slots_in(model) if slot.unit is None)
 
 
-def loads_in_own_way(module: nn.Module) -> bool:
-    return not type(module)._load_from_state_dict.__module__.startswith("torch.")
-
-
 def names_in_order(model: nn.Module, base: str) -> list[str]:
     """Return the keys of a module's state dict, behind ``base``, in the order before sharding; flat
     parameters come first in their unit, with use_orig_params=True last."""
@@ -311,7 +310,7 @@ def _add_names(
     registered, flat = model_unit_of(module), list[str]()
     if registered is not None:
         inner = registered.attribute_order.items()
-        order = {**order, **{_below(start, path): names for path, names in inner}}
+        order = {**order, **{below(start, path): names for path, names in inner}}
         if not is_lazy(module):
             flat = [start + name for name, _, _ in named_sections(registered.unit)]
     is_last = registered is not None and shows_originals(registered.unit)
@@ -325,7 +324,7 @@ def _add_names(
     found += flat if is_last else ()
 
 
-def _below(prefix: str, name: str) -> str:
+def below(prefix: str, name: str) -> str:
     return f"{prefix}{name}." if name else prefix
 
 
@@ -335,7 +334,7 @@ def names_before(model: nn.Module) -> list[str]:
     for path, child in model.named_modules():
         registered = model_unit_of(child)
         if registered is not None and (registered.unit.is_root or child is model):
-            names += names_in_order(child, _below("", clean_name(path)))
+            names += names_in_order(child, below("", clean_name(path)))
     return names
 
 
