@@ -343,6 +343,8 @@ class FullyShardedDataParallel(ClientAttributes):
         are written in place, even with ``assign``. Tensor-like values
         (``torch.overrides.is_tensor_like``) that know their shape and dtype are accepted: a lazy
         value is read when its parameter is loaded, on the ranks that hold a part of it.
+        Modules that load in their own way see their unit's parameters whole; collective then, and
+        what does not fit is known only after other units were loaded.
 
         Raises CheckpointError, before anything changes, if a key is missing or unknown, or if a
         value does not fit.

@@ -28,9 +28,9 @@ def _is_foreign(hooks: Mapping[int, Any]) -> bool:
 def overrides(module: nn.Module, *names: str) -> bool:
     """True if a class of the module, or the module itself, has its own method of such a name."""
     kinds = [base for base in type(module).__mro__ if base is not nn.Module]
-    owners = [vars(kind) for kind in kinds if not kind.__module__.startswith(_NEUTRAL)]
-    owners += () if ATTRIBUTE in vars(module) else (vars(module),)  # torch patches whole models
-    return any(name in owner for owner in owners for name in names)
+    found = {n for kind in kinds if not kind.__module__.startswith(_NEUTRAL) for n in vars(kind)}
+    found.update(() if ATTRIBUTE in vars(module) else vars(module))  # torch patches whole models
+    return not found.isdisjoint(names)
 
 
 def saves_in_own_way(module: nn.Module) -> bool:
