@@ -28,7 +28,7 @@ from .._engine.state_store import StateStore, store_of
 from .._engine.unit import Unit
 from ..api import StateDictType
 from ..errors import UsageError, wrong_type
-from .own_ways import StandIn, has_any_say, saves_in_own_way, stand_ins, units_with_say
+from .own_ways import StandIn, loads_in_own_way, saves_in_own_way, stand_ins, units_with_say
 from .reading_values import is_sharded, read_part
 from .sharded_values import (
     BoxedTensor,
@@ -239,7 +239,8 @@ def beside_units(model: nn.Module) -> Iterator[dict[str, Any]]:
     """A context that gives what modules save without the parameters of units. If any have a say,
     they show stand-ins, and there are entries for what they make of them."""
     managed, units = managed_names(model), model_units_in(model)
-    form, has_say = default_form(StateDictType.LOCAL_STATE_DICT), has_any_say(model)
+    form = default_form(StateDictType.LOCAL_STATE_DICT)
+    has_say = any(saves_in_own_way(its) or loads_in_own_way(its) for its in model.modules())
     # Not every parameter of a unit has a local form.
     wanted = everything if has_say else lambda name, trainable: name not in managed
     with stand_ins(each.unit for each in units if has_say), in_form(units, form, wanted):

@@ -49,10 +49,6 @@ def loads_in_own_way(module: nn.Module) -> bool:
     return is_own or _is_foreign(hooks)
 
 
-def has_any_say(model: nn.Module) -> bool:
-    return any(saves_in_own_way(child) or loads_in_own_way(child) for child in model.modules())
-
-
 def units_with_say(model: nn.Module, has_say: Callable[[nn.Module], bool]) -> set[Unit | None]:
     """Return the units in which a module has a say; None among them for one outside of units."""
     owners = owners_in(model)

@@ -119,7 +119,8 @@ class FSDPModule(_Module):
             runtime_of(state.unit).wait_copies()
         try:
             keys: _torch_private.IncompatibleKeys
-            keys = super().load_state_dict(state_dict, strict, assign)
+            more = {"assign": True} if assign else {}  # classes of users may not take it
+            keys = super().load_state_dict(state_dict, strict, **more)
             return keys
         except FsdpCompatError:
             raise
