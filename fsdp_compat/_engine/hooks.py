@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -154,6 +154,40 @@ def on_gradient_of_output(tensor: Tensor, call: Call) -> None:
         unit.runtime.backward.pre_backward(call, unit)
 
     tensor.register_hook(hook)
+
+
+def on_hooked_tensors(modules: Iterable[nn.Module], runtime: Any) -> None:
+    """Let tensors that users' forward hooks on the modules see leave the running calls.
+
+    Our hooks look up the runtime: they are copied with modules."""
+    for module in modules:
+        registered = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        if any(map(_is_users, registered)):
+            if module not in _seen:
+                module.register_forward_pre_hook(_before_hooks, prepend=True)
+                module.register_forward_hook(_after_forward, prepend=True)
+            _seen[module] = weakref.ref(runtime)
+
+
+_seen: WeakIdKeyDictionary = WeakIdKeyDictionary()  # {module: weak reference to a runtime}
+
+
+def _is_users(hook: Any) -> bool:
+    package = str(getattr(hook, "__module__", "")).partition(".")[0]
+    return package not in ("torch", __name__.partition(".")[0])
+
+
+def _let_see(module: nn.Module, value: Any) -> Any:
+    runtime = _seen[module]() if module in _seen else None
+    return value if runtime is None else runtime.let_see(value)
+
+
+def _before_hooks(module: nn.Module, args: Any) -> Any:
+    return _let_see(module, args)
+
+
+def _after_forward(module: nn.Module, args: Any, output: Any) -> Any:
+    return _let_see(module, output)
 
 
 def on_gradients_of_inputs(

@@ -3,8 +3,8 @@ other attributes of theirs: marks, and tensors that forward leaves (``self.aux_l
 
 from __future__ import annotations
 
+import collections
 import contextlib
-import functools
 import itertools
 import types
 import typing
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from .. import _torch_private
 from ..errors import StateError
 from .bulk_dict import BulkDict, DictEntry, make_swap
-from .dtypes import OPAQUE, ComputeDtype, contents_of, map_tensors, tensors_in
+from .dtypes import OPAQUE, ComputeDtype, map_tensors, tensors_in
 from .placeholders import Placeholders
 from .store import ModuleSlot
 from .user_changes import values_lost
@@ -344,26 +344,33 @@ def is_marked(module: nn.Module) -> bool:
 
 
 class TensorAttributes:
-    """The tensors that modules and their submodules keep: in attributes, and in the variables that
-    their forward or users' hooks share with other code."""
+    """The tensors that modules and their submodules keep: in attributes, and in containers that
+    their forward shares with other code."""
 
     def __init__(self, *modules: nn.Module) -> None:
-        every = [m for module in modules for m in module.modules()]
-        found = list(filter(_keeps_attributes, every))
+        self.modules = [m for module in modules for m in module.modules()]
+        found = list(filter(_keeps_attributes, self.modules))
+        forwards = dict.fromkeys(vars(m).get("forward", type(m).forward) for m in found)
+        shared = {id(v): v for function in forwards for v in _containers_of(function)}
         # (attributes of a module, number of the first ones that are nn.Module's own)
-        self._holders: list[tuple[dict[str, Any], int]] = [
+        self._holders: list[tuple[dict[Any, Any], int]] = [
             (m.__dict__, sum(1 for _ in itertools.takewhile(_INTERNAL.__contains__, m.__dict__)))
             for m in found
         ]
-        self._holders += [(m._buffers, 0) for m in found]
-        forwards = dict.fromkeys(vars(m).get("forward", type(m).forward) for m in found)
-        self._hooks: list[dict[Any, Any]] = [dict(enumerate(filter(_variables_of, forwards)))]
-        self._hooks += [hooks for m in every for hooks in (m._forward_hooks, m._forward_pre_hooks)]
-        self._empty: dict[int, int] = {}  # lengths, by id, of values in which no tensor was found
+        self._holders += [(attributes, 0) for attributes in (*(m._buffers for m in found), shared)]
+        self._empty: dict[int, int] = {}  # sizes, by id, of values in which no tensor was found
+        self._hooks = [h for m in self.modules for h in (m._forward_hooks, m._forward_pre_hooks)]
+        self._num_hooks = [0] * len(self._hooks)
+
+    def has_new_hooks(self) -> bool:
+        """Return whether forward hooks were registered on the modules, or removed, since the last
+        call."""
+        before, self._num_hooks = self._num_hooks, list(map(len, self._hooks))
+        return before != self._num_hooks
 
     def change(self, change: Callable[[Tensor], Tensor]) -> None:
         """Change the tensors that are kept now. Values without tensors, like configurations and
-        vocabularies, are searched again only when their length has changed."""
+        vocabularies, are searched again only when their size has changed."""
         kept: list[tuple[dict[Any, Any], Any, Any]] = [
             (attributes, name, value)
             for attributes, start in self._holders
@@ -371,36 +378,43 @@ class TensorAttributes:
             for name, value in itertools.islice(attributes.items(), start, None)
             if type(value) not in OPAQUE
         ]
-        for hooks in filter(None, self._hooks):
-            for hook in hooks.values():
-                variables = dict(enumerate(_variables_of(hook)))
-                kept += [(variables, index, value) for index, value in variables.items()]
         for attributes, name, value in kept:
             if not isinstance(value, Tensor):
-                if contents_of(value) is None:
-                    continue
-                length = len(value) if hasattr(value, "__len__") else -1
-                if self._empty.get(id(value)) == length:
+                size = _size_of(value)
+                if self._empty.get(id(value)) == size:
                     continue
                 if not tensors_in(value):
-                    self._empty[id(value)] = length
+                    self._empty[id(value)] = size
                     continue
             new = map_tensors(value, change, in_place=True)
             if new is not value:
                 attributes[name] = new
 
 
-def _variables_of(function: Any) -> list[Any]:
-    """Return the tensors, containers and objects that a function reads besides arguments."""
-    if isinstance(function, functools.partial):
-        return [function.args, function.keywords, *_variables_of(function.func)]
-    own = getattr(getattr(function, "__self__", function), "__dict__", {})
-    found = [own[name] for name in own.keys() - _INTERNAL]
+def _size_of(value: Any) -> int:
+    """Return a number that changes with the items of a container or plain object, and of what it
+    directly holds if that is little; 0 for anything else."""
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, _CONTAINERS):
+        value = getattr(value, "__dict__", {}).values()
+    return len(value) + (sum(map(_length_of, value)) if len(value) < _FEW else 0)
+
+
+def _length_of(value: Any) -> int:
+    return len(value) if isinstance(value, _CONTAINERS) else 0
+
+
+_CONTAINERS, _FEW = (list, tuple, dict, set, collections.deque), 200
+
+
+def _containers_of(function: Any) -> list[Any]:
+    """Return the containers that a function reads from variables of the code around it."""
+    cells = [cell for cell in getattr(function, "__closure__", None) or () if cell != _EMPTY]
+    found = [cell.cell_contents for cell in cells]
     if hasattr(function, "__code__"):
-        cells = [cell for cell in function.__closure__ or () if cell != _EMPTY]
-        found += [cell.cell_contents for cell in cells]
         found += map(function.__globals__.get, function.__code__.co_names)
-    return [v for v in found if isinstance(v, Tensor) or contents_of(v) is not None]
+    return [value for value in found if isinstance(value, _CONTAINERS)]
 
 
 _EMPTY = types.CellType()

@@ -91,7 +91,9 @@ class Runtime:
         try:
             try:
                 args, kwargs = self.pre_forward(call, unit, args, kwargs)
-                age = _torch_private.next_age()
+                if unit.attributes.has_new_hooks():
+                    hooks.on_hooked_tensors(unit.attributes.modules, self)
+                call.begin(unit)
                 _torch_private.set_compiler(compiler)
                 output = function(*args, **kwargs)
             except BaseException as error:
@@ -101,12 +103,16 @@ class Runtime:
                     events.tell(events.RAISED, unit.label, error)
                 # A failed wait must not hide the exception that came first.
                 with contextlib.suppress(StateError):
-                    self.post_forward(call, unit, (), has_raised=True)
+                    self.post_forward(call, unit, has_raised=True)
                 raise
             _torch_private.set_compiler(None)
-            output, leaving = _let_leave(unit, output, (args, kwargs), age)
+            output = map_tensors(output, functools.partial(call.let_leave, is_output=True), True)
+            unit.attributes.change(call.let_leave)
+            for value in (*args, *kwargs.values()):
+                if type(value) is not Tensor or value.grad_fn is not None:
+                    map_tensors(value, call.let_leave, in_place=True)
             with _torch_private.unrecorded():
-                self.post_forward(call, unit, leaving)
+                self.post_forward(call, unit)
             if unit.behavior.output_dtype is not None:
                 output = cast_floats(output, unit.behavior.output_dtype)
             return output
@@ -184,11 +190,15 @@ class Runtime:
             unit.view.hide_parts()
         self._gathering.begin_forward()
 
-    def post_forward(
-        self, call: Call, unit: Unit, leaving: Sequence[Tensor], has_raised: bool = False
-    ) -> None:
-        """End a forward call. A recomputation reshards nothing: backward needs the parameters.
-        leaving: the tensors in the graph that leave it."""
+    def let_see(self, value: Any) -> Any:
+        """Return what a user's hook on a module sees: its tensors leave the running calls."""
+        for call in self._stack:
+            value = map_tensors(value, call.let_leave)
+        return value
+
+    def post_forward(self, call: Call, unit: Unit, has_raised: bool = False) -> None:
+        """End a forward call. A recomputation reshards nothing: backward needs the parameters."""
+        leaving, call.leaving = ([] if has_raised else call.leaving), []
         stack = self._stack
         if call not in stack:
             return
@@ -322,34 +332,6 @@ class Runtime:
                 where=self.root.label,
                 fix="leave the context first",
             )
-
-
-def _let_leave(unit: Unit, output: Any, inputs: Any, age: int) -> tuple[Any, list[Tensor]]:
-    """Return the output of a call, and the tensors in the graph that leave the call: outputs, and
-    in inputs and attributes those with nodes from ``age`` on. Views of parameters, whose memory is
-    freed, are replaced by copies."""
-    in_graph, leaving = torch.is_grad_enabled(), list[Tensor]()
-    params = {_torch_private.storage_key(group.unsharded_params[0]) for group in unit.groups}
-
-    def leave(tensor: Tensor, age: int = 0) -> Tensor:
-        node = tensor.grad_fn
-        if age and node is not None and _torch_private.age_of(node) < age:
-            return tensor
-        if _torch_private.storage_key(tensor) in params:
-            tensor = tensor.clone()
-        if in_graph:
-            layers = _torch_private.layers_of(tensor)
-            leaving.extend(t for t in layers if t.requires_grad and t.grad_fn is not None)
-        return tensor
-
-    output = map_tensors(output, leave, in_place=True)
-    # Sharded parameters stay what they are, even where they are the unsharded ones.
-    params -= {_torch_private.storage_key(group.store.shard) for group in unit.groups}
-    leave_aside = functools.partial(leave, age=age)
-    unit.attributes.change(leave_aside)
-    if in_graph:
-        map_tensors(inputs, leave_aside, in_place=True)
-    return output, leaving
 
 
 _live: weakref.WeakSet[Runtime] = weakref.WeakSet()

@@ -121,8 +121,9 @@ def attach_unit(unit: Unit) -> None:
     def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         assert unit.runtime is not None
         if calls:
-            leaving = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
-            unit.runtime.post_forward(calls.pop(), unit, leaving)
+            call = calls.pop()
+            call.leaving = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
+            unit.runtime.post_forward(call, unit)
 
     unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
     # Also after an exception, with None.
