@@ -10,7 +10,7 @@ from typing import Any
 from .. import _torch_private
 from .._engine.hooks import around_method
 from .._engine.on_import import PatchOnImport
-from .._engine.patches import Undo, around_function
+from .._engine.patches import around_function
 from .units import COMPILED_MODULE, clean_name
 
 
@@ -30,15 +30,13 @@ def _names(
     return {clean_name(each) for each in found}
 
 
-def _patch_modules(compiler: Any) -> list[Undo]:
-    return [around_method(compiler.OptimizedModule, "_load_from_state_dict", _load)]
-
-
-def _patch_names(functions: Any) -> list[Undo]:
-    return [around_function(functions, _torch_private.NAMES_FUNCTION, _names)]
-
-
 patches = (
-    PatchOnImport("torch._dynamo.eval_frame", _patch_modules),
-    PatchOnImport("torch.distributed.checkpoint.state_dict", _patch_names),
+    PatchOnImport(
+        "torch._dynamo.eval_frame",
+        lambda its: [around_method(its.OptimizedModule, "_load_from_state_dict", _load)],
+    ),
+    PatchOnImport(
+        "torch.distributed.checkpoint.state_dict",
+        lambda its: [around_function(its, _torch_private.NAMES_FUNCTION, _names)],
+    ),
 )

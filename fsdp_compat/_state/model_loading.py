@@ -228,7 +228,7 @@ def _refuse_values(
     missing: list[str] = []
     errors = [f"the key {key!r} is not a name" for key in state_dict if not isinstance(key, str)]
     by_name = {clean_name(str(key)): value for key, value in state_dict.items()}
-    others, order = _others_in(model), names_in_order(model, "")
+    others, order = others_in(model), names_in_order(model, "")
     named_parameters = model.named_parameters(remove_duplicate=False)
     known = {*order, *(clean_name(name) for name, _ in named_parameters)}
     modules = model.named_modules(remove_duplicate=False)
@@ -268,7 +268,7 @@ def _refuse_values(
         raise not_loaded(lines, label, state_dict)
 
 
-def _others_in(model: nn.Module) -> dict[str, torch.Tensor | None]:
+def others_in(model: nn.Module) -> dict[str, torch.Tensor | None]:
     """Return what lies outside of units, by clean name; None if it loads in its own way."""
     return {
         slot.name: None if loads_in_own_way(slot.holder) else slot.value
@@ -525,7 +525,7 @@ def _filled(model: nn.Module, given: Any, strict: bool, assign: bool) -> Any:
     if text:
         raise error or CheckpointError(text)
     outlines, metadata = rank0.send_object(told, "what the state dict holds")
-    others = {} if assign or rank0.is_here else _others_in(model)
+    others = {} if assign or rank0.is_here else others_in(model)
     filled = collections.OrderedDict[str, Any]()
     for key, outline in outlines.items():
         value = given[key] if rank0.is_here else outline

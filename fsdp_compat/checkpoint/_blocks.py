@@ -6,6 +6,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import errno
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -54,10 +55,16 @@ class FileFacts:
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable."""
+    """Make the names in a directory durable, where the file system can."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (
+            errno.EINVAL,
+            errno.ENOTSUP,
+        ):  # of file systems that cannot: 9p, CIFS
+            raise
     finally:
         os.close(descriptor)
 

@@ -24,7 +24,6 @@ import torch
 from ..errors import CheckpointError
 from ._texts import (
     MAX_TEXT_NBYTES,
-    FileIdentity,
     brief,
     count_in,
     identity_of,
@@ -74,7 +73,7 @@ class TensorInfo:
     shape: tuple[int, ...]
     start: int  # first byte in the file
     packed: str | None = None  # the dtype in the file, if torch does not have it
-    file: FileIdentity | None = None  # of the file that described it
+    file: tuple[int, ...] | None = None  # of the file that described it
 
     @property
     def numel(self) -> int:

@@ -15,7 +15,7 @@ import dataclasses
 import hashlib
 import os
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,8 @@ import torch
 from torch import nn
 from typing_extensions import TypeVar
 
-from .. import errors
-from .._state.model_loading import load_unmanaged
+from .. import _torch_private, errors
+from .._state.model_loading import load_unmanaged, others_in
 from .._state.model_state import unmanaged_state
 from .._state.optimizer_patches import cut_state
 from .._state.units import names_before, units_of
@@ -38,7 +38,7 @@ from ._optimizers import SharedOptimizer
 from ._ranks import Ranks, ranks_of, require_rest
 from ._snapshot import warn_of_left_out
 from ._source import Source, open_source
-from ._texts import brief
+from ._texts import brief, shortened
 from ._tools.archive import StoredTensor
 from ._tools.shapes import Shape, Shapes
 
@@ -210,11 +210,20 @@ def _load(
             agreement.own = (f"{source.identity} {arguments}", shared.facts(), copy)
         identities, optimizers, copies = zip(*agreement.by_rank, strict=True)
         shared.require_alike(optimizers)
-        _require_one_checkpoint(identities, path, call)
         if copies[0][0]:
             with ranks.agreeing(unreadable, path, "nothing was loaded") as agreement:
                 agreement.own = source.check(ranks.number, copies, shows)
-            _require_one_checkpoint(agreement.by_rank, path, call)
+            identities = tuple(zip(identities, agreement.by_rank, strict=True))
+        if len({*identities}) > 1:
+            alike = sorted([n for n, x in enumerate(identities) if x == y] for y in {*identities})
+            raise CheckpointError.of(
+                "The ranks load different checkpoints.",
+                expected="the same checkpoint, and the same arguments, on all ranks",
+                got=shortened(f"{len(alike)} different ones, on ranks {alike}; this rank: {path}"),
+                where=call,
+                fix="pass the same path, rename and dtype on all ranks, and copy the same files to "
+                "all nodes; for the newest checkpoint that all ranks have, pass the run's folder",
+            )
         if report is not None:
             vars(report).update(vars(plan.report))
         elif plan.report and not strict:
@@ -236,23 +245,6 @@ def _load(
                     fix="load another checkpoint before continuing: both may be partly changed",
                 ) from error
         return extra
-
-
-def _require_one_checkpoint(identities: Sequence[str], path: Path, call: str) -> None:
-    """Raise CheckpointError if the ranks have different checkpoints or arguments, by rank."""
-    ranks: dict[str, list[str]] = {}
-    for rank, identity in enumerate(identities):
-        ranks.setdefault(identity, []).append(str(rank))
-    if len(ranks) > 1:
-        listed = joined([f"ranks {joined(its, 16, ', ')}" for its in ranks.values()], 8, "; ")
-        raise CheckpointError.of(
-            "The ranks load different checkpoints.",
-            expected="the same checkpoint, and the same arguments, on all ranks",
-            got=f"{len(ranks)} different ones: {listed}; this rank: {path}",
-            where=call,
-            fix="pass the same path, rename and dtype on all ranks, and copy the same files to all "
-            "nodes; for the newest checkpoint that all ranks have, pass the folder of the run",
-        )
 
 
 def _shapes_of(model: nn.Module) -> Shapes:
@@ -290,7 +282,7 @@ class _LoadPlan:
         for held in taken:
             source.plan(source.value(self._name(held.names)), held.boxes(), through)
         others = unmanaged_state(model)
-        self._plan_others(others)
+        self._plan_others(others, strict)
         known = {*others, *(name for held in parts for name in held.names)}
         self.report.unexpected += [name for name in source.names if name not in known]
         strange = source.strange_states() if optimizer is not None else []
@@ -309,6 +301,14 @@ class _LoadPlan:
         """Change the model and the optimizer; return ``extra``."""
         with torch.no_grad():
             self.source.read(shown)
+        like: Any
+        for name, like in unmanaged_state(self._model).items():
+            if name in self._others and _torch_private.is_dtensor(like):
+                from torch.distributed.tensor import distribute_tensor  # imported already
+
+                places = like.device_mesh, like.placements
+                own = self._others[name].to(like.device)
+                self._others[name] = distribute_tensor(own, *places, src_data_rank=None)
         load_unmanaged(self._model, self._others)
         if self._of_optimizer is not None:
             self._of_optimizer.apply()
@@ -331,21 +331,25 @@ class _LoadPlan:
             self.report.mismatched[name] = how
         return not how
 
-    def _plan_others(self, others: dict[str, Any]) -> None:
-        """Plan buffers, unmanaged parameters (saved under any of their names) and extra state."""
+    def _plan_others(self, others: dict[str, Any], strict: bool) -> None:
+        """Plan buffers, unmanaged parameters (saved under any of their names) and extra state;
+        extra state, and what modules load in their own way, in the shape that it was saved in."""
+        kind = self.source.archive.kind
+        fixed = {name for name, value in others_in(self._model).items() if value is not None}
         for held in unmanaged_tensors(self._model, is_written_here=False):
-            if self._takes(held):
+            if not fixed.isdisjoint(held.names) and self._takes(held):
                 # The state dict may hold a copy in another dtype than the module computes with.
                 target = torch.empty_like(held.values, device="cpu").view(held.shape)
                 stored = self.source.value(self._name(held.names))
                 self.source.plan(stored, held.boxes(target.view(-1)), self._through)
                 self._others.update(dict.fromkeys(held.names, target))
         for name, value in others.items():
-            if isinstance(value, torch.Tensor):
+            cannot_be_there = not isinstance(value, torch.Tensor) and "safetensors" in kind
+            if name in fixed:
                 continue
             if name in self.source.names:
                 self._others[name] = self.source.planned(self.source.value(name))
-            else:
+            elif not (strict and cannot_be_there):
                 self.report.missing.append(name)
 
     def _require_fit(self, strict: bool, takes_any: bool) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
+from .. import _torch_private
 from .._comm.mesh import Axis, axis_of
 from .._engine.group import Group
 from .._engine.state_store import StateStore, store_of
@@ -206,11 +207,14 @@ def managed_parts(groups: Sequence[NamedGroup]) -> Iterator[HeldPart]:
 
 
 def unmanaged_tensors(model: nn.Module, is_written_here: bool) -> Iterator[HeldPart]:
-    """Yield buffers and unmanaged parameters, each once, with all its names."""
+    """Yield buffers and unmanaged parameters, each once and whole, with all its names. Collective
+    for DTensors."""
     names: dict[tuple[object, ...], list[str]] = {}
     values: dict[str, torch.Tensor] = {}
     for name, value in unmanaged_state(model).items():
         if isinstance(value, torch.Tensor):
+            if _torch_private.is_dtensor(value):
+                value = value.full_tensor()  # type: ignore[attr-defined]
             memory = value.data_ptr() or name, tuple(value.shape), value.stride(), value.dtype
             names.setdefault(memory, []).append(name)
             values[name] = value.detach()

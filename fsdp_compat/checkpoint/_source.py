@@ -4,6 +4,7 @@ far."""
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 from collections.abc import Callable, Collection, Iterable, KeysView, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from ._manifest import MANIFEST, file_name, read_manifest
 from ._named_groups import HeldPart
 from ._progress import progress_bar
 from ._ranks import Ranks
-from ._tools.archive import Archive, Checksum, Span, StoredPiece, StoredTensor, is_user, whole_box
+from ._tools.archive import Archive, Checksum, Span, StoredTensor, is_user, whole_box
 from ._tools.merging import sample
 from ._tools.native import EXTRA, EXTRA_STATE, NativeCheckpoint
 from ._tools.opening import open_archive
@@ -30,8 +31,6 @@ from ._tools.tree import without_ddp
 from ._tools.walk import leaves, map_values
 
 _SAMPLED_PARTS = 64  # of a tensor without checksums, so that what one step changes is seen
-# Names one copy of the files; bytes of the zip records to read, and of all of them.
-FilesCopy = tuple[str, int, int]
 
 
 class Source:
@@ -66,13 +65,8 @@ class Source:
 
     @property
     def identity(self) -> str:
-        """The same on all ranks that load the same checkpoint."""
-        facts = [
-            (name, str(tensor.dtype), tensor.shape, _where(tensor.pieces))
-            for name, tensor in self.archive.tensors.items()
-        ]
-        content = repr((self.archive.kind, self.archive.step, facts))
-        return hashlib.sha256(content.encode()).hexdigest()
+        """Differs between ranks only if they load different checkpoints; ``check`` tells more."""
+        return self.archive.kind
 
     def value(self, name: str) -> Any:
         """Return a StoredTensor, or a module's extra state, by a name of the model."""
@@ -189,23 +183,23 @@ class Source:
         self.reads += reads_of(leaf, whole_box(leaf.shape), target)
         return target.numpy() if leaf.is_array else target
 
-    def copy(self) -> FilesCopy:
-        """Return which copy of the files this rank has; without a name if it need not be compared
-        with others. The time of an inode's last change cannot be copied; all nodes see the same."""
+    def copy(self) -> tuple[str, int, int]:
+        """Return a name of the copy of the files that this rank has ("": no other is possible), and
+        the bytes of the zip records to read, and of all. The time of an inode's last change cannot
+        be copied; all nodes see the same."""
         facts = map(os.stat, sorted({self.path, *(span.path for span in self._spans())}))
         name = repr([(its.st_ino, its.st_size, its.st_mtime_ns, its.st_ctime_ns) for its in facts])
         own, total = (sum(each.nbytes for _, each in self._records(of)) for of in (False, True))
         return hashlib.sha256(name.encode()).hexdigest(), own, total
 
-    def check(self, number: int, copies: Sequence[FilesCopy], shown: bool) -> str:
+    def check(self, number: int, copies: Sequence[tuple[str, int, int]], shown: bool) -> str:
         """Compare the checksums of all blocks to read. Of zip records, compare those to read or, if
         that is less, a share of all: the other ranks with this copy of the files, by ``copies``,
         compare the rest. Return what tells the content of several copies apart."""
         alike = [rank for rank, (name, *_) in enumerate(copies) if name == copies[number][0]]
-        if max(copies[rank][1] for rank in alike) * len(alike) > copies[number][2]:
-            records = self._records(of_all=True)[alike.index(number) :: len(alike)]
-        else:
-            records = self._records(of_all=False)
+        shares = max(copies[rank][1] for rank in alike) * len(alike) > copies[number][2]
+        share = slice(alike.index(number), None, len(alike)) if shares else slice(None)
+        records = self._records(of_all=shares)[share]
         total = self.files.nbytes_to_check(self.reads) + sum(each.nbytes for _, each in records)
         with progress_bar(shown and total > 0, f"check {self._title}", total) as tick:
             self.files.check(self.reads, tick)
@@ -220,8 +214,11 @@ class Source:
             value: Any = leaf[1]
             if isinstance(value, StoredTensor):
                 found = [getattr(piece.source, "checksum", None) for piece in value.pieces]
-                known = [each.crc32 for each in found if each]
-                value = known if all(found) else sample(value, self.files, _SAMPLED_PARTS)
+                known: Any = [each.crc32 for each in found if each]
+                known = known if all(found) else sample(value, self.files, _SAMPLED_PARTS)
+                value = value.dtype, value.shape, [piece.box for piece in value.pieces], known
+            elif isinstance(value, io.BytesIO):
+                value = value.getvalue()
             elif isinstance(value, (set, frozenset)):
                 value = sorted(map(repr, value))
             digest.update(repr((leaf[0], value)).encode())
@@ -253,12 +250,6 @@ class Source:
         return "weights" if self.archive.step is None else f"step {self.archive.step}"
 
 
-def _where(pieces: Iterable[StoredPiece]) -> tuple[str, int] | None:
-    first = next(iter(pieces), None)
-    source = None if first is None else first.source
-    return (source.path.name, source.start) if isinstance(source, Span) else None
-
-
 class NativeSource(Source):
     """A native checkpoint. Of its files, a rank reads the heads of those that hold its own part."""
 
@@ -270,7 +261,7 @@ class NativeSource(Source):
     def identity(self) -> str:
         return self._checkpoint.manifest.identity
 
-    def copy(self) -> FilesCopy:
+    def copy(self) -> tuple[str, int, int]:
         return "", 0, 0  # the manifest tells copies apart, and there are no zip records
 
     def _state_names(self) -> Iterable[str]:

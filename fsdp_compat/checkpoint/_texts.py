@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 from ..errors import CheckpointError, UsageError
 
 _T = TypeVar("_T")
-FileIdentity = tuple[int, int, int, int]  # device, inode, length, time of the last change in ns
 MAX_TEXT_NBYTES = 100_000_000  # as the safetensors library has it for headers
 
 
@@ -32,8 +31,9 @@ def open_file(path: Path) -> int:
     return os.open(path, os.O_RDONLY)
 
 
-def identity_of(descriptor: int) -> FileIdentity:
-    """Return what changes if another file gets the name of an open one, or it is written to."""
+def identity_of(descriptor: int) -> tuple[int, ...]:
+    """Return what changes if a name gets another file, or the file is written to: device, inode,
+    length and time."""
     facts = os.fstat(descriptor)
     return facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns
 

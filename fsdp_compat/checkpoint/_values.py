@@ -2,7 +2,8 @@
 class that the file names.
 
 Kept, with their type and order:
-- None, bool, int (of any size), float, complex, str, bytes, bytearray, torch.dtype, torch.device;
+- None, bool, int (of any size), float, complex, str, bytes, bytearray, io.BytesIO,
+  torch.dtype, torch.device;
 - dense tensors of any device, which are read to the CPU, and NumPy arrays of numbers; the JSON
   holds their names;
 - list, tuple, torch.Size, set, frozenset, deque, dict, OrderedDict and Counter of these; keys and
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import base64
 import collections
+import io
 import json
 import sys
 from collections.abc import Callable, Mapping
@@ -42,7 +44,8 @@ Get = Callable[[str, torch.dtype, tuple[int, ...]], Any]
 MAX_LEVELS = 64  # of nested containers; each takes at most three levels of JSON
 
 
-def _base64(value: bytes | bytearray) -> str:
+def _base64(value: bytes | bytearray | io.BytesIO) -> str:
+    value = value.getvalue() if isinstance(value, io.BytesIO) else value
     return base64.b64encode(value).decode()
 
 
@@ -55,6 +58,7 @@ _LEAVES: dict[str, tuple[type[Any], Callable[[Any], Any], Callable[[Any], Any]]]
     "@int": (int, hex, lambda text: int(text, 16)),
     "@bytes": (bytes, _base64, _of_base64),
     "@bytearray": (bytearray, _base64, lambda text: bytearray(_of_base64(text))),
+    "@file": (io.BytesIO, _base64, lambda text: io.BytesIO(_of_base64(text))),
     "@complex": (
         complex,
         lambda value: [value.real, value.imag],

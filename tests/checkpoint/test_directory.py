@@ -8,6 +8,7 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
 import time
 import warnings
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from fsdp_compat.checkpoint import _texts
 from fsdp_compat.checkpoint._manifest import read_manifest
 from fsdp_compat.errors import CheckpointError, FsdpCompatError, StateError, UsageError
 from tests.support.checkpoints import refused
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 IDENTITY = "0123456789abcdef" * 2
 
@@ -395,3 +396,30 @@ def test_a_directory_that_is_removed_before_it_is_owned_is_made_again(
     publishing.remove_leftovers(tmp_path, "step-.*")
     assert not path.exists()
     shutil.rmtree(tmp_path)
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
+def test_a_file_system_that_cannot_sync_folders_takes_checkpoints(
+    tmp_path: Path, number: int
+) -> None:
+    run_ranks(1, _save_without_syncs, tmp_path, number)
+
+
+def _save_without_syncs(root: Path, number: int) -> None:
+    fsync = os.fsync
+
+    def sync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        fsync(descriptor)
+
+    model = FSDP(nn.Linear(3, 3))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", sync)
+        if number == errno.EIO:
+            with refused(CheckpointError, os.strerror(number)):
+                checkpoint.save(root, model, step=1)
+            return
+        checkpoint.save(root, model, step=1)
+        checkpoint.save_safetensors(root / "weights", model)
+    checkpoint.load(root, model)

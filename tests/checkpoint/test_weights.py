@@ -399,6 +399,7 @@ WRONG_INDICES: dict[str, tuple[bytes, str]] = {
     "odd map": (_index(a_bias=["model.safetensors"]), INVALID),
     "elsewhere": (_index(a_bias="../good/model.safetensors"), INVALID),
     "no weight_map": (b"{}", INVALID),
+    "a NUL": (b'{"weight_map": {"a": "a\\u0000.safetensors"}}', INVALID),
     "a list": (b"[]", INVALID),
     "deep": (b'{"weight_map":' + b"[" * 100_000 + b"]" * 100_000 + b"}", INVALID),
     "UTF-16": ('{"weight_map": {}}'.encode("utf-16"), INVALID),

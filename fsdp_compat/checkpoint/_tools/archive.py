@@ -18,7 +18,6 @@ from ..._layout.box import Box, cut_into_boxes
 from ..._layout.spec import Interval, row_major_strides
 from ...errors import CheckpointError
 from .._blocks import FileFacts
-from .._texts import FileIdentity
 from .walk import leaves
 
 
@@ -47,7 +46,7 @@ class Span:
     start: int  # the first byte of the first element
     strides: tuple[int, ...]  # in elements, one per dimension of the box
     checksum: Checksum | None = None  # of the record that the elements lie in, if it has one
-    file: FileIdentity | None = None  # when the place was found; None: blocks have checksums
+    file: tuple[int, ...] | None = None  # when the place was found; None: blocks have checksums
 
 
 @dataclasses.dataclass(frozen=True)

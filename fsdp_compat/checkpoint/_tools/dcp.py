@@ -41,7 +41,7 @@ _FILE_OF_RANK = re.compile(r"__(\d{1,9})_\d+\.distcp")
 _SHARD = re.compile(r"shard-(\d{5})-model-\d{5}-of-\d{5}\.safetensors")  # from 1 on
 _SHARDING = "DCP_SHARDING_INFO"
 _MAX_BYTES = 100_000_000  # of pickled values, together
-_MAX_LIST = 100_000
+_MAX_GAPS = 100_000  # in lists, together
 
 _Keys = tuple[str | int, ...]
 
@@ -327,18 +327,21 @@ def _nested(entries: Iterable[tuple[_Keys, Any]], path: Path) -> dict[Any, Any]:
         if keys[-1] in node:
             raise damaged_dcp(path, f"two values have the path {list(keys)}")
         node[keys[-1]] = value
-    return {key: _finished(value, path) for key, value in root.items()}
+    gaps = [0]
+    return {key: _finished(value, path, gaps) for key, value in root.items()}
 
 
-def _finished(value: Any, path: Path) -> Any:
-    """Return a node as a list if it has only numbers: a gap was an empty container."""
+def _finished(value: Any, path: Path, gaps: list[int]) -> Any:
+    """Return a node as a list if it has only numbers: a gap was an empty container. gaps: their
+    number in all lists so far."""
     if not isinstance(value, _Node):
         return value
-    items = {key: _finished(item, path) for key, item in value.items()}
+    items = {key: _finished(item, path, gaps) for key, item in value.items()}
     if not all(isinstance(key, int) for key in items):
         return {str(key): item for key, item in items.items()}
     length = max(items) + 1
-    if length > len(items) + _MAX_LIST:
+    gaps[0] += length - len(items)
+    if gaps[0] > _MAX_GAPS:
         raise damaged_dcp(path, f"a list of {length} elements, of which {len(items)} have values")
     return [items.get(index) for index in range(length)]
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from ..._layout.box import Box
 from ..._layout.spec import FlatLayout, ParamSpec, flat_layout
+from ..._state.units import clean_name as plain_name
 from ..._text import joined
 from ...errors import CheckpointError
 from .archive import Span, StoredPiece, StoredTensor
@@ -23,7 +24,6 @@ from .merging import sample
 from .reading import Files
 from .shapes import Shapes
 from .sharded_records import RankPart, in_shape
-from .tree import plain_name
 
 _FLAT = re.compile(r"_?flat_param(_\d+)?")  # with a number: a unit with several of them
 _FLAT_TEXT = "shapes of flat parameters: local state dicts of FSDP1 do not hold them; pass --shapes"

@@ -401,6 +401,7 @@ PLAIN: dict[str, Make] = {
     **dict.fromkeys(("collections.defaultdict", "collections.Counter"), _mapping),
     **dict.fromkeys(("builtins.list", "collections.deque"), _list),
     **dict.fromkeys(("builtins.bytes", "_codecs.encode"), _bytes),
+    "_io.BytesIO": lambda state: io.BytesIO(_bytes(state[0])),
     "builtins.bytearray": lambda *args: bytearray(_bytes(*args)),
     "builtins.complex": complex,
     "builtins.frozenset": lambda *args: frozenset(_set(*args)),

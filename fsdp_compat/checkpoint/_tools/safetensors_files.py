@@ -96,7 +96,7 @@ def weight_map(index: Path) -> dict[str, str]:
     try:
         found = parsed(parse_json(read_text(index)), {"weight_map": {...: text_in}})["weight_map"]
         for name in found.values():
-            if Path(name).name != name:
+            if Path(name).name != name or "\0" in name:
                 raise ValueError(f"{name!r} is not the name of a file")
     except FileNotFoundError:
         return {}

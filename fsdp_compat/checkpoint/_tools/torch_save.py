@@ -21,7 +21,7 @@ from ..._layout.spec import row_major_strides
 from ...errors import CheckpointError
 from .._blocks import damaged, new_file, sync_directory
 from .._header import is_quantized
-from .._texts import MAX_TEXT_NBYTES, FileIdentity, brief, identity_of, open_file
+from .._texts import MAX_TEXT_NBYTES, brief, identity_of, open_file
 from .archive import Archive, Checksum, Span, StoredPiece, StoredTensor, is_user, whole_box
 from .pickles import (
     Ignored,
@@ -173,7 +173,7 @@ class _Storage(NamedTuple):
     path: Path
     place: Checksum
     dtype: torch.dtype | None  # None: bytes
-    file: FileIdentity | None = None
+    file: tuple[int, ...] | None = None
 
 
 STORAGES: dict[str, torch.dtype | None] = {

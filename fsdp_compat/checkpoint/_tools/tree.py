@@ -149,7 +149,7 @@ def _flat_tensors(node: Tree, key: Any) -> dict[str, StoredTensor]:
             if isinstance(value, StoredTensor):
                 if f"{prefix}{name}" not in found:  # "a.b" and {"a": {"b": ...}}
                     found[f"{prefix}{name}"] = inside.pop(name)
-            elif _any_tensor(value):
+            elif not str(name).endswith("_extra_state") and _any_tensor(value):
                 take(value, f"{prefix}{name}.")
                 if not value:
                     del inside[name]

@@ -38,6 +38,7 @@ from tests.support.checkpoints import (
     assert_holds,
     assert_is_reference,
     assert_same,
+    flip,
     make,
     reference,
     save_dcp,
@@ -264,6 +265,12 @@ HOSTILE: dict[str, tuple[Callable[[Any], None], str]] = {
     "a chunk outside": (set_chunks(((1, 0), (6, 4))), "outside of shape"),
     "an extension": (set_place(transform_descriptors=["zstd"]), "extensions"),
     "a long list": (set_path("x", 10**9), "a list of"),
+    "many long lists": (
+        lambda metadata: metadata.planner_data.update(
+            {name: (name, 60_000) for name in ("small", "turned")}
+        ),
+        "a list of",
+    ),
     "a path through a value": (
         lambda metadata: metadata.planner_data.update({"small": ("turned", "x")}),
         "leads through",
@@ -284,6 +291,24 @@ def test_hostile_metadata_are_refused(what: str, tmp_path: Path) -> None:
     path = changed(save_dcp(tensors(), tmp_path / "c"), change)
     with pytest.raises(CheckpointError, match=said):
         read_dcp(path)
+
+
+def test_two_values_at_one_place_and_damaged_plain_values_are_refused(tmp_path: Path) -> None:
+    values = {"a": torch.ones(3), "b": torch.zeros(3), "note": "n" * 50}
+    for what in ("place", "note"):
+        path = save_dcp(values, tmp_path / what)
+        if what == "place":
+            changed(path, lambda metadata: metadata.storage_data.update(_one_place(metadata)))
+        else:
+            (file,) = path.glob("*.distcp")
+            flip(file, file.read_bytes().index(b"nnnnn"))
+        with pytest.raises(CheckpointError, match=r"two values|checksum"):
+            read_dcp(path)
+
+
+def _one_place(metadata: Any) -> dict[Any, Any]:
+    places = {index.fqn: (index, place) for index, place in metadata.storage_data.items()}
+    return {places["b"][0]: places["a"][1]}
 
 
 def test_missing_mixed_and_linked_files_are_refused(tmp_path: Path) -> None:
