@@ -423,3 +423,21 @@ def _save_without_syncs(root: Path, number: int) -> None:
         checkpoint.save(root, model, step=1)
         checkpoint.save_safetensors(root / "weights", model)
     checkpoint.load(root, model)
+
+
+@pytest.mark.xfail(strict=True, reason="every rank parses the manifests of all checkpoints")
+@on_ranks(2)
+def test_a_load_from_a_run_with_many_checkpoints_parses_few_manifests(tmp_path: Path) -> None:
+    model, opened = FSDP(nn.Linear(3, 3)), []
+    for step in range(8):
+        checkpoint.save(tmp_path, model, step=step)
+    original = os.open
+
+    def noted(path: Any, *args: Any, **keywords: Any) -> int:
+        opened.append(Path(path).name)
+        return original(path, *args, **keywords)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "open", noted)
+        checkpoint.load(tmp_path, model)
+    assert 0 < opened.count("manifest.json") <= 3

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
+from fsdp_compat.checkpoint import convert, inspect
 from fsdp_compat.checkpoint._tools.archive import Archive, StoredTensor, of_memory
 from fsdp_compat.checkpoint._tools.dcp import (
     is_dcp,
@@ -352,3 +353,23 @@ def test_damaged_metadata_raise_one_error_or_are_read_inside_their_bounds(tmp_pa
             values_of(read_dcp(tmp_path / "c"))
         except CheckpointError as error:
             assert all(fact in str(error) for fact in FACTS)
+
+
+@pytest.mark.xfail(strict=True, reason="opening a directory reads the head of every chunk")
+def test_what_a_directory_holds_is_told_without_opening_every_chunk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = {f"{number}.weight": torch.ones(32, 2) for number in range(20)}
+    torch.save(values, tmp_path / "x.pt")
+    path = convert(tmp_path / "x.pt", tmp_path / "dcp", to="dcp", world_size=32)
+    num_reads = 0
+    for name, original in (("pread", os.pread), ("preadv", os.preadv)):
+
+        def counted(*args: Any, read: Callable[..., Any] = original) -> Any:
+            nonlocal num_reads
+            num_reads += 1
+            return read(*args)
+
+        monkeypatch.setattr(os, name, counted)
+    assert len(inspect(path).tensors) == 20
+    assert num_reads < 20 * 32, "fewer reads than chunks"
