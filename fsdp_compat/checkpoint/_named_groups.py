@@ -207,8 +207,7 @@ def managed_parts(groups: Sequence[NamedGroup]) -> Iterator[HeldPart]:
 
 
 def unmanaged_tensors(model: nn.Module, is_written_here: bool) -> Iterator[HeldPart]:
-    """Yield buffers and unmanaged parameters, each once and whole, with all its names. Collective
-    for DTensors."""
+    """Yield whole buffers and unmanaged parameters with all names. Collective for DTensors."""
     names: dict[tuple[object, ...], list[str]] = {}
     values: dict[str, torch.Tensor] = {}
     for name, value in unmanaged_state(model).items():

@@ -184,9 +184,8 @@ class Source:
         return target.numpy() if leaf.is_array else target
 
     def copy(self) -> tuple[str, int, int]:
-        """Return a name of the copy of the files that this rank has ("": no other is possible), and
-        the bytes of the zip records to read, and of all. The time of an inode's last change cannot
-        be copied; all nodes see the same."""
+        """Return the name of this rank's copy of the files ("": there can be one alone), of which
+        inode times cannot be copied; and the bytes of the zip records to read, and of all."""
         facts = map(os.stat, sorted({self.path, *(span.path for span in self._spans())}))
         name = repr([(its.st_ino, its.st_size, its.st_mtime_ns, its.st_ctime_ns) for its in facts])
         own, total = (sum(each.nbytes for _, each in self._records(of)) for of in (False, True))

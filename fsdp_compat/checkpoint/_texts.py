@@ -32,8 +32,7 @@ def open_file(path: Path) -> int:
 
 
 def identity_of(descriptor: int) -> tuple[int, ...]:
-    """Return what changes if a name gets another file, or the file is written to: device, inode,
-    length and time."""
+    """Return what changes if a name gets another file, or the file is written to."""
     facts = os.fstat(descriptor)
     return facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns
 
