@@ -73,7 +73,7 @@ class TensorInfo:
     shape: tuple[int, ...]
     start: int  # first byte in the file
     packed: str | None = None  # the dtype in the file, if torch does not have it
-    file: tuple[int, ...] | None = None  # of the file that described it
+    file: tuple[int, ...] | None = dataclasses.field(default=None, compare=False)  # its identity
 
     @property
     def numel(self) -> int:

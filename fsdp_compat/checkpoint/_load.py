@@ -221,8 +221,8 @@ def _load(
                 expected="the same checkpoint, and the same arguments, on all ranks",
                 got=shortened(f"{len(alike)} different ones, on ranks {alike}; this rank: {path}"),
                 where=call,
-                fix="pass the same path, rename and dtype on all ranks, and copy the same files to "
-                "all nodes; for the newest checkpoint that all ranks have, pass the run's folder",
+                fix="pass the same path, rename and dtype on all ranks, and equal files; for the "
+                "newest checkpoint that all ranks have, pass the folder of the run itself",
             )
         if report is not None:
             vars(report).update(vars(plan.report))
