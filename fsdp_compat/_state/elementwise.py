@@ -52,6 +52,22 @@ def warn_of_parts(
         tried.add(kind)
 
 
+def warn_of_empty_groups(
+    optimizer: Optimizer, shapes: Mapping[int, tuple[int, ...]], stacklevel: int
+) -> None:
+    """Warn if a group is empty and another has parts, of one dim, of a parameter of more dims."""
+    groups = optimizer.param_groups
+    empty = [number for number, group in enumerate(groups) if not group["params"]]
+    flat = [number for number, shape in shapes.items() if groups[number]["params"][0].dim() == 1]
+    if empty and any(len(shapes[number]) > 1 for number in flat):
+        warnings.warn(
+            f"Parameter group {empty[0]} of {type(optimizer).__name__} is empty. If its parameters "
+            "were chosen by shape: those of a wrapped model have one dim, so that weight decay may "
+            "apply to none. Choose them before wrapping, with use_orig_params=True.",
+            stacklevel=stacklevel,
+        )
+
+
 def _unfit(
     optimizer: Optimizer, settings: dict[str, Any], shape: tuple[int, ...], example: torch.Tensor
 ) -> str:

@@ -1,4 +1,4 @@
-"""The recipe of examples/README.md that needs transformers."""
+"""The recipes of examples/README.md that need transformers, and PEFT."""
 
 from __future__ import annotations
 
@@ -28,3 +28,20 @@ def _train_and_export(directory: str) -> list[str]:
 def test_a_trained_model_is_one_that_from_pretrained_loads(tmp_path: Path) -> None:
     files = run_ranks(2, _train_and_export, str(tmp_path), timeout=120)
     assert files == [["config.json", "model.safetensors"]] * 2
+
+
+def _train_adapter(directory: str) -> int:
+    os.chdir(directory)
+    (recipe,) = blocks("examples/README.md", "python", "LoRA")
+    names: dict[str, Any] = {}
+    run(START, names)
+    run(recipe, names)
+    names["dist"].barrier()
+    from safetensors.torch import load_file
+
+    return len(load_file("runs/lora/adapter_model.safetensors"))
+
+
+@needs("clients", "peft")
+def test_an_adapter_is_saved_whole_without_install(tmp_path: Path) -> None:
+    assert run_ranks(2, _train_adapter, str(tmp_path), timeout=120) == [8, 8]

@@ -293,6 +293,7 @@ ALONE = blocks("examples/README.md", "python", "Will it fit?")  # test_commands.
 ELSEWHERE = [  # tests/clients/test_recipes.py runs it
     *ALONE,
     *blocks("examples/README.md", "python", "A Transformers model"),
+    *blocks("examples/README.md", "python", "LoRA"),
 ]
 
 

@@ -23,7 +23,7 @@ PROGRAMS = Path(__file__).parent / "ddp_programs"
 BY_HAND = {
     "scaler": [
         (
-            (42,),
+            (),
             "scaler = GradScaler(",
             "from fsdp_compat.sharded_grad_scaler import ShardedGradScaler\n"
             "    scaler = ShardedGradScaler(",

@@ -754,3 +754,27 @@ def test_owned_states_are_sent_to_the_rank_that_keeps_them_one_owner_at_a_time()
         assert len(state["state"]) == 6
         assert 0 < max(received) < 3 * moments
         assert sum(received) < 5 * moments
+
+
+@each_layout
+@on_ranks(2)
+def test_a_group_that_a_choice_by_shape_left_empty_is_a_warning(layout: str) -> None:
+    def warned(*groups: list[nn.Parameter]) -> list[str]:
+        model(batch(0)).square().mean().backward()
+        optimizer = torch.optim.AdamW([{"params": group} for group in groups])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                optimizer.step()
+        return [str(each.message) for each in caught if "is empty" in str(each.message)]
+
+    model = LAYOUTS[layout](Net())
+    parameters = list(model.parameters())
+    decay = [each for each in parameters if each.ndim > 1]
+    texts = warned(decay, [each for each in parameters if each.ndim <= 1])
+    if layout == "rows":
+        assert decay and not texts
+    else:
+        (text,) = texts
+        assert text.startswith("Parameter group 0 of AdamW is empty.") and "before wrapping" in text
+    assert warned(parameters[:1], parameters[1:]) == []

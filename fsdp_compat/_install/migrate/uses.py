@@ -39,10 +39,14 @@ _OF_DDP = {
 }
 _CLASSES = {
     "DataParallel": "start one process per device",
-    "GradScaler": "use ShardedGradScaler of fsdp_compat.sharded_grad_scaler",
+    "AveragedModel": "use fsdp_compat.ShardedEMA(model)",
     "Join": "give all ranks the same number of batches",
     "ZeroRedundancyOptimizer": "use the optimizer in it",
 }
+_SHAPE = {"dim", "ndim", "ndimension", "shape", "size"}
+_PARTS = "a wrapped model's parameters have one dim, that of this rank's part"
+_ABOVE = "choose them by shape above the wrapping: use_orig_params=True keeps the objects"
+_AVERAGES = "use ShardedEMA: inside its swap() the model's state dict has the averages by its names"
 _REGISTER = "register_fsdp_forward_method"
 _INSIDE = "the module inside a wrapped model has only this rank's part of the parameters"
 _ON_ALL = "on all ranks, above any condition"
@@ -70,17 +74,27 @@ class Uses:
         self._variables += self._optimizers(models)
         made = [each for each in source.all(ast.Assign) if _is_optimizer(source, each.value)]
         self._optimizer_names = {last_name(each.targets[0]) for each in made}
+        self._asking: dict[Model, list[tuple[Chain, ast.stmt]]] = {}  # for shapes
+        self._averages = {
+            last_name(each.targets[0])
+            for each in source.all(ast.Assign)
+            if isinstance(each.value, ast.Call) and last_name(each.value.func) == "AveragedModel"
+        }
         self._hoisted: dict[tuple[ast.AST, str], str] = {}  # what a variable above an "if" holds
 
     def rewrite(self) -> None:
         for chain in self._source.chains:
             call, found = self._source.call_of(chain), self._find(chain)
+            if last_name(chain) in ("parameters", "named_parameters") and call is not None:
+                self._by_shape(chain, found)
             if found is not None:
                 self._known(chain, call, found)
             else:
                 self._unknown(chain, call)
         for call in self._source.all(ast.Call):
             self._other_call(call)
+        for model, asking in self._asking.items():
+            self._move_above(model, asking)
 
     def _other_call(self, call: ast.Call) -> None:
         """Report calls that do not work beside FSDP, and give advice on those that do."""
@@ -92,6 +106,9 @@ class Uses:
             fix = _CLASSES.get(name.rpartition(".")[2]) if name.startswith("torch.") else None
             if fix is not None:
                 self._source.report(call, what, f"it does not know FSDP; {fix}")
+            elif name.startswith("torch.") and name.endswith(".GradScaler"):
+                why = "it runs; ShardedGradScaler of fsdp_compat.sharded_grad_scaler also skips"
+                self._source.note(call, what, f"{why} a step on all ranks if one rank has to")
         if isinstance(call.func, ast.Attribute) and not what:
             self._unknown_state(call, call.func.attr, self._source.code(call.func.value))
 
@@ -170,6 +187,40 @@ class Uses:
             self._source.report(node, what, why)
             return False
         return True
+
+    def _by_shape(self, chain: Chain, found: _Variable | None) -> None:
+        """Find a statement that takes parameters and asks for their shapes; advise on it if its
+        model may be wrapped."""
+        source, statement = self._source, self._source.nearest(chain, ast.stmt)
+        if statement is None or not any(
+            isinstance(each, ast.Attribute) and each.attr in _SHAPE for each in ast.walk(statement)
+        ):
+            return
+        if found is not None:
+            self._asking.setdefault(found.model, []).append((chain, statement))
+        elif not any(dotted(chain).startswith(f"{each.name}.") for each in self._variables):
+            source.note(chain, f"{dotted(chain)}()", f"if the model is wrapped: {_PARTS}; {_ABOVE}")
+
+    def _move_above(self, model: Model, asking: list[tuple[Chain, ast.stmt]]) -> None:
+        """Move what asks for shapes above the wrapping, or report it where another use of the
+        model, an edit or a block is in between."""
+        source, wrapping, last = self._source, model.statement, asking[-1][1]
+        siblings = [*source.before(last), last]
+        at = siblings.index(wrapping) + 1 if wrapping in siblings else len(siblings)
+        inside = {each for statement in siblings[at:] for each in ast.walk(statement)}
+        uses = [
+            c for c in source.chains if c in inside and f"{dotted(c)}.".startswith(f"{model.name}.")
+        ]
+        if (
+            source.parent(model.call) is wrapping
+            and source.code(source.arguments(model.call)[0]) == model.name
+            and all(statement in inside for _, statement in asking)
+            and all(last_name(use) in ("parameters", "named_parameters") for use in uses)
+            and source.move_above(last, wrapping)
+        ):
+            return
+        for chain, _ in asking:
+            source.report(chain, f"{dotted(chain)}()", f"{_PARTS}; {_ABOVE}")
 
     def _clip(self, inner: ast.Call | None, found: _Variable) -> bool:
         """Call the model's own method in the place of torch's function; False if that stays."""
@@ -275,7 +326,9 @@ class Uses:
 
     def _unknown(self, chain: Chain, call: ast.Call | None) -> None:
         first, *rest = dotted(chain).split(".")
-        if "module" in rest:
+        if rest[-1:] in (["state_dict"], ["load_state_dict"]) and self._averages & {first, *rest}:
+            self._source.report(chain, f"{dotted(chain)}(...)", f"{_INSIDE}; {_AVERAGES}")
+        elif "module" in rest:
             at = rest.index("module")
             self._inside(chain, call, ".".join([first, *rest[:at]]), rest[at + 1 :], None)
         elif "grad" in rest and rest[-1] in _OF_VALUES:
@@ -305,7 +358,9 @@ class Uses:
 
 def _is_optimizer(source: Source, value: ast.AST | None) -> bool:
     names = source.imported(value.func) if isinstance(value, ast.Call) else set()
-    return any(n.startswith("torch.optim.") and ".lr_scheduler" not in n for n in names)
+    others = (".lr_scheduler", ".swa_utils")
+    names = {name for name in names if not any(other in name for other in others)}
+    return any(name.startswith("torch.optim.") for name in names)
 
 
 # -- Conditions that may hold on some ranks only. The rank is whatever is called ``...rank``. For a
