@@ -31,14 +31,24 @@ _told: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 def warn_of_parts(
     optimizer: Optimizer, shapes: Mapping[int, tuple[int, ...]], stacklevel: int
 ) -> None:
-    """Warn, once, if the optimizer would compute something else for whole parameters. Its class is
-    tried on small parameters, with the settings of its groups. shapes: by the number of a group, a
-    whole parameter of which it has a part."""
-    if isinstance(optimizer, CompositeOptimizer) or type(optimizer) in _ELEMENTWISE:
-        return
-    if optimizer in _told:
+    """Warn, once, if the optimizer would compute something else for whole parameters, or if a
+    choice by shape has left a group empty. Its class is tried on small parameters, with the
+    settings of its groups. shapes: by the number of a group, a whole parameter of which it has a
+    part."""
+    if isinstance(optimizer, CompositeOptimizer) or optimizer in _told:
         return
     _told.add(optimizer)
+    groups = optimizer.param_groups
+    is_flat = [len(shape) > groups[at]["params"][0].dim() == 1 for at, shape in shapes.items()]
+    if any(is_flat) and not all(group["params"] for group in groups):
+        warnings.warn(
+            f"A parameter group of {type(optimizer).__name__} is empty. If it was chosen by shape: "
+            "parameters of a wrapped model have one dim, so that weight decay may apply to none. "
+            "Choose them before wrapping, with use_orig_params=True.",
+            stacklevel=stacklevel,
+        )
+    if type(optimizer) in _ELEMENTWISE:
+        return
     tried: set[str] = set()
     for number, shape in shapes.items():
         group, small = optimizer.param_groups[number], small_shape(shape)
@@ -50,22 +60,6 @@ def warn_of_parts(
             warnings.warn(f"{text} (parameter group {number})", stacklevel=stacklevel)
             return
         tried.add(kind)
-
-
-def warn_of_empty_groups(
-    optimizer: Optimizer, shapes: Mapping[int, tuple[int, ...]], stacklevel: int
-) -> None:
-    """Warn if a group is empty and another has parts, of one dim, of a parameter of more dims."""
-    groups = optimizer.param_groups
-    empty = [number for number, group in enumerate(groups) if not group["params"]]
-    flat = [number for number, shape in shapes.items() if groups[number]["params"][0].dim() == 1]
-    if empty and any(len(shapes[number]) > 1 for number in flat):
-        warnings.warn(
-            f"Parameter group {empty[0]} of {type(optimizer).__name__} is empty. If its parameters "
-            "were chosen by shape: those of a wrapped model have one dim, so that weight decay may "
-            "apply to none. Choose them before wrapping, with use_orig_params=True.",
-            stacklevel=stacklevel,
-        )
 
 
 def _unfit(

@@ -141,8 +141,8 @@ def require_units(units: Sequence[object], model: object, where: str) -> None:
             expected="a model that FullyShardedDataParallel or fully_shard was applied to",
             got=f"a {type(model).__name__} without any",
             where=where,
-            fix="wrap the model first, or use its own state_dict() and load_state_dict(...), and "
-            "those of its optimizer",
+            fix="pass the wrapped model, not the module in it. Without a wrapper, use its own "
+            "state_dict() and load_state_dict(...), and those of its optimizer",
         )
 
 

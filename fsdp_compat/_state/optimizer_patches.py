@@ -31,7 +31,7 @@ from .._engine.patches import Patch, Undo
 from .._engine.runtime import live_runtimes
 from .._engine.state_store import StateStore
 from ..errors import CheckpointError, StateError, UsageError
-from .elementwise import warn_of_empty_groups, warn_of_parts
+from .elementwise import warn_of_parts
 from .optim_contents import is_count
 from .reading_values import misfit
 from .summon import shown_stores
@@ -158,9 +158,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     """Refuse a step with unsharded parameters: gradients or writes could be lost."""
     if optimizer not in _checked:
         cut_state(optimizer)
-        shapes = shapes_of_parts(optimizer)
-        warn_of_parts(optimizer, shapes, stacklevel=4)
-        warn_of_empty_groups(optimizer, shapes, stacklevel=4)
+        warn_of_parts(optimizer, shapes_of_parts(optimizer), stacklevel=4)
     unsharded: dict[object, str] = {
         group.store: "inside forward or backward"
         for runtime in live_runtimes()

@@ -419,7 +419,7 @@ class _SaveJob:
 
     def _failed(self, problems: str, is_complete: bool) -> CheckpointError:
         what = "The checkpoint could not be saved."
-        fix = "check the path, free space and permissions; earlier checkpoints are unchanged"
+        fix = "check the folder, free space and permissions; earlier checkpoints are unchanged"
         if is_complete:
             what = "The checkpoint is complete, but may not survive a power failure."
             fix = "check the disk for errors; no older checkpoint was removed"
