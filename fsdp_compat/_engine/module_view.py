@@ -351,13 +351,13 @@ class TensorAttributes:
         self.modules = [m for module in modules for m in module.modules()]
         found = list(filter(_keeps_attributes, self.modules))
         forwards = dict.fromkeys(vars(m).get("forward", type(m).forward) for m in found)
-        shared = {id(v): v for function in forwards for v in _containers_of(function)}
+        shared: dict[Any, Any] = {id(v): v for each in forwards for v in _containers_of(each)}
         # (attributes of a module, number of the first ones that are nn.Module's own)
         self._holders: list[tuple[dict[Any, Any], int]] = [
             (m.__dict__, sum(1 for _ in itertools.takewhile(_INTERNAL.__contains__, m.__dict__)))
             for m in found
         ]
-        self._holders += [(attributes, 0) for attributes in (*(m._buffers for m in found), shared)]
+        self._holders += [(m._buffers, 0) for m in found] + [(shared, 0)]
         self._empty: dict[int, int] = {}  # sizes, by id, of values in which no tensor was found
         self._hooks = [h for m in self.modules for h in (m._forward_hooks, m._forward_pre_hooks)]
         self._num_hooks = [0] * len(self._hooks)
