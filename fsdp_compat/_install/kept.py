@@ -11,8 +11,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
-
 from .._engine.patches import Undo
 from .refusals import EARLIER, too_late
 
@@ -21,41 +19,37 @@ _ENDS = (types.FrameType, types.ModuleType)
 
 
 def redirect_class(theirs: Any, own: Any) -> Undo:
-    """Let torch's wrapper build ours. It becomes an empty base of ours, so that ``isinstance`` and
-    ``issubclass`` hold, with those calls of ours that no module has, such as state_dict_type."""
-    members, bases = dict(vars(theirs)), theirs.__bases__
+    """Let torch's wrapper build ours, and its static methods be ours. It becomes the last base of
+    ours, so that ``isinstance`` and ``issubclass`` hold; what modules have comes before."""
     warn: Any = functools.cache(_warn)
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        if type(self) is theirs:
-            warn(theirs, stacklevel=3)
-            object.__setattr__(self, "__class__", own)
-            own.__init__(self, *args, **kwargs)
-        elif not isinstance(self, own):
+        if type(self) is not theirs:
             name = f"{type(self).__module__}.{type(self).__qualname__}"
             raise too_late(f"a class derived from torch's {theirs.__name__}: {name}")
-        else:
-            super(theirs, self).__init__(*args, **kwargs)
+        warn(theirs, stacklevel=3)
+        object.__setattr__(self, "__class__", own)
+        own.__init__(self, *args, **kwargs)
+
+    calls = {name: call for name, call in vars(own).items() if isinstance(call, staticmethod)}
+    new = {**calls, "__init__": functools.wraps(own.__init__)(__init__)}
+    before = {name: vars(theirs)[name] for name in new.keys() & vars(theirs).keys()}
+    bases, own_bases = theirs.__bases__, own.__bases__
 
     def undo() -> None:
-        _remove_members(theirs)
-        own.__bases__, theirs.__bases__ = theirs.__bases__, bases
-        for name in members.keys() - vars(theirs).keys():
-            setattr(theirs, name, members[name])
+        own.__bases__, theirs.__bases__ = own_bases, bases
+        for name, member in before.items():
+            setattr(theirs, name, member)
 
-    calls = {name: getattr(own, name) for name in set(dir(own)) - set(dir(nn.Module))}
-    _remove_members(theirs)
-    theirs.__bases__, own.__bases__ = own.__bases__, (theirs,)
-    theirs.__init__ = functools.wraps(own.__init__)(__init__)
-    for name, call in calls.items():
-        setattr(theirs, name, staticmethod(call) if callable(call) else call)
+    for name in before:
+        setattr(theirs, name, new[name])
+    theirs.__bases__ = (_NoModule,)
+    own.__bases__ = (*own_bases, theirs)
     return undo
 
 
-def _remove_members(cls: type) -> None:
-    for name, value in list(vars(cls).items()):
-        if not name.startswith("__") or callable(value):
-            delattr(cls, name)
+class _NoModule:
+    """The base of torch's wrapper while it is a base of ours."""
 
 
 def redirect_function(theirs: Any, own: Callable[..., Any]) -> Undo:

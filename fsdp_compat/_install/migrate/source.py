@@ -206,20 +206,6 @@ class Source:
             place = end if after else start
             self.edit(place, place, f"; {text}" if after else f"{text}; ")
 
-    def move_above(self, last: ast.AST, above: ast.AST) -> bool:
-        """Move the lines behind a statement, up to another one, above it; False if that cannot be
-        done because lines are shared or edited."""
-        first, end = self.own_line(above), self.own_line(last)
-        if (
-            first is None
-            or end is None
-            or any(e >= first[2] and s < end[2] for s, e, _ in self._edits)
-        ):
-            return False
-        self.edit(first[2], end[2], "")
-        self.edit(first[0], first[0], self.text[first[2] : end[2]])
-        return True
-
     def rewrite_arguments(self, call: ast.Call, new: Sequence[str], more: Sequence[str]) -> None:
         """Replace the arguments of a call, each by a text, or by nothing if that is empty. ``more``
         come behind the first one. Comments stay, except among dropped ones at the end."""

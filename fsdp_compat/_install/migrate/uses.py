@@ -74,7 +74,6 @@ class Uses:
         self._variables += self._optimizers(models)
         made = [each for each in source.all(ast.Assign) if _is_optimizer(source, each.value)]
         self._optimizer_names = {last_name(each.targets[0]) for each in made}
-        self._asking: dict[Model, list[tuple[Chain, ast.stmt]]] = {}  # for shapes
         self._averages = {
             last_name(each.targets[0])
             for each in source.all(ast.Assign)
@@ -93,8 +92,6 @@ class Uses:
                 self._unknown(chain, call)
         for call in self._source.all(ast.Call):
             self._other_call(call)
-        for model, asking in self._asking.items():
-            self._move_above(model, asking)
 
     def _other_call(self, call: ast.Call) -> None:
         """Report calls that do not work beside FSDP, and give advice on those that do."""
@@ -189,38 +186,27 @@ class Uses:
         return True
 
     def _by_shape(self, chain: Chain, found: _Variable | None) -> None:
-        """Find a statement that takes parameters and asks for their shapes; advise on it if its
-        model may be wrapped."""
-        source, statement = self._source, self._source.nearest(chain, ast.stmt)
-        if statement is None or not any(
-            isinstance(each, ast.Attribute) and each.attr in _SHAPE for each in ast.walk(statement)
-        ):
+        """Report it if a statement that takes a wrapped model's parameters, or one with what it
+        assigns, asks for their shapes; advise on it if the model may be wrapped."""
+        source, what, function = self._source, f"{dotted(chain)}()", self._source.function(chain)
+        statement = source.nearest(chain, ast.stmt)
+        held = last_name(statement.targets[0]) if isinstance(statement, ast.Assign) else None
+        statements = {statement} | {
+            source.nearest(each, ast.stmt)
+            for each in source.chains
+            if dotted(each).partition(".")[0] == held and source.function(each) is function
+        }
+        nodes = [node for each in statements if each is not None for node in ast.walk(each)]
+        if not any(isinstance(node, ast.Attribute) and node.attr in _SHAPE for node in nodes):
             return
         if found is not None:
-            self._asking.setdefault(found.model, []).append((chain, statement))
-        elif not any(dotted(chain).startswith(f"{each.name}.") for each in self._variables):
-            source.note(chain, f"{dotted(chain)}()", f"if the model is wrapped: {_PARTS}; {_ABOVE}")
-
-    def _move_above(self, model: Model, asking: list[tuple[Chain, ast.stmt]]) -> None:
-        """Move what asks for shapes above the wrapping, or report it where another use of the
-        model, an edit or a block is in between."""
-        source, wrapping, last = self._source, model.statement, asking[-1][1]
-        siblings = [*source.before(last), last]
-        at = siblings.index(wrapping) + 1 if wrapping in siblings else len(siblings)
-        inside = {each for statement in siblings[at:] for each in ast.walk(statement)}
-        uses = [
-            c for c in source.chains if c in inside and f"{dotted(c)}.".startswith(f"{model.name}.")
-        ]
-        if (
-            source.parent(model.call) is wrapping
-            and source.code(source.arguments(model.call)[0]) == model.name
-            and all(statement in inside for _, statement in asking)
-            and all(last_name(use) in ("parameters", "named_parameters") for use in uses)
-            and source.move_above(last, wrapping)
+            source.report(chain, what, f"{_PARTS}; {_ABOVE}")
+        elif not any(
+            dotted(chain).startswith(f"{each.name}.")
+            and source.function(each.statement) is function
+            for each in self._variables
         ):
-            return
-        for chain, _ in asking:
-            source.report(chain, f"{dotted(chain)}()", f"{_PARTS}; {_ABOVE}")
+            source.note(chain, what, f"if the model is wrapped: {_PARTS}; {_ABOVE}")
 
     def _clip(self, inner: ast.Call | None, found: _Variable) -> bool:
         """Call the model's own method in the place of torch's function; False if that stays."""
