@@ -75,7 +75,7 @@ class OptimizerLoadPlan:
             why = f"the checkpoint holds {kept}"
             self.settings_kept.update(dict.fromkeys(range(len(optimizer.param_groups)), why))
         else:
-            source.archive.left_out += _in_one_alone(owned, saved or [])
+            source.archive.left_out += _not_loaded(owned, saved or [], source.with_state())
             self._plan_settings(owned, saved or [], strict)
             self._plan_states(groups, taken, left)
             self._users = source.user_states()
@@ -245,16 +245,25 @@ def _why_kept(
     return "" if is_alike else f"the state of {classes[0]}"
 
 
-def _in_one_alone(owned: ParamOwnership, saved: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield which parameters only one of the two optimizers has, as texts."""
+def _not_loaded(
+    owned: ParamOwnership, saved: Sequence[Mapping[str, Any]], with_state: set[str]
+) -> Iterator[str]:
+    """Yield, as texts, which parameters only one of the two optimizers has, and which have no saved
+    state although others, ``with_state``, do."""
     listed = {name for group in saved for name in group["params"]}
     for param, contents in owned.held.items():
-        for names in contents.all_names.values() if not owned.is_vacant(param) else ():
-            if (is_here := param in owned.numbers) == listed.isdisjoint(names) and (
-                is_here or not owned.has_owners
-            ):
-                which = "new" if is_here else "saved"
-                yield f"the state of {names[0]}, which only the {which} optimizer has"
+        is_here = param in owned.numbers
+        for names in contents.all_names.values():
+            if listed.isdisjoint(names):
+                which = "which only the new optimizer has" if is_here else ""
+            elif is_here:
+                is_without = param.requires_grad and with_state.isdisjoint(names)
+                which = "which was not saved" if with_state and is_without else ""
+            else:
+                is_elsewhere = owned.has_owners or owned.is_vacant(param)
+                which = "" if is_elsewhere else "which only the saved optimizer has"
+            if which:
+                yield f"the state of {names[0]}, {which}"
 
 
 def _as_state(key: Any, value: Any, parameter: torch.Tensor) -> Any:

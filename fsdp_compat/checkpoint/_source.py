@@ -133,6 +133,10 @@ class Source:
         """Return the states that belong to no parameter."""
         return {name: self.planned(value) for name, value in self._users.items()}
 
+    def with_state(self) -> set[str]:
+        """Return the parameters, of formats other than the native one, that have a state."""
+        return {new for new, old in self._states.items() if self.archive.states.get(old)}
+
     def strange_states(self) -> list[str]:
         """Return the names, in the model, of optimizer states without a tensor in the archive."""
         strange = {*self.archive.strange_states}

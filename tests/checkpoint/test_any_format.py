@@ -3,6 +3,7 @@ refused on all ranks before anything changes. tests/checkpoint/test_corpus.py ha
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import itertools
@@ -426,6 +427,9 @@ def _write_under_names(folder: Path) -> None:
     def write(name: str, weights: Any, names: list[str], by_name: bool) -> None:
         groups = [{**group, "params": names} if by_name else {**group, "param_names": names}]
         state = {names[n] if by_name else n: its for n, its in numbered["state"].items()}
+        if name.startswith("without"):
+            del state[names[-1]]
+            groups[0]["params"] = names[:-1] if "setting" in name else names
         optimizer = {"state": state, "param_groups": groups}
         torch.save({"model": weights.state_dict(), "optimizer": optimizer}, folder / f"{name}.pt")
         checkpoint.convert(folder / f"{name}.pt", folder / name, to="native", world_size=3)
@@ -435,6 +439,8 @@ def _write_under_names(folder: Path) -> None:
     write("names of ddp", model, under_ddp, True)
     write("model of ddp", ddp, [*model.state_dict()], True)
     write("prefix", model, [f"net.{name}" for name in model.state_dict()], True)
+    for name in ("without the last state", "without the last state and setting"):
+        write(name, model, [*model.state_dict()], True)
 
 
 def _load_under_names(folder: Path) -> None:
@@ -459,6 +465,12 @@ def _load_under_names(folder: Path) -> None:
                     for number in range(LAYERS):
                         moment = found[f"state.{number}.weight.exp_avg"]
                         assert torch.all(moment == 0.1 * (1.0 + number))
+        for name, why in (("state", "was not saved"), ("state and setting", "only the new")):
+            model = sharded(front_end, layers())
+            file = folder / f"without the last {name}.pt"
+            warned = pytest.warns(UserWarning, match=f"{LAYERS - 1}.weight, which {why}")
+            with warned if dist.get_rank() == 0 else contextlib.nullcontext():
+                checkpoint.load(file, model, torch.optim.Adam(model.parameters()))
 
 
 def test_optimizer_state_is_found_under_the_names_of_ddp_and_refused_under_others(
