@@ -60,10 +60,7 @@ def sync_directory(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (
-            errno.EINVAL,
-            errno.ENOTSUP,
-        ):  # of file systems that cannot: 9p, CIFS
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # 9p and CIFS cannot
             raise
     finally:
         os.close(descriptor)

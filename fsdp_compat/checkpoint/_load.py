@@ -205,15 +205,12 @@ def _load(
             source = open_source(Path(path), lambda: _shapes_of(model), rename, ignored, call)
             plan = _LoadPlan(source, model, optimizer, ranks, strict, dtype)
             arguments = hashlib.sha256(repr((sorted(source.names), dtype)).encode()).hexdigest()
-            if not (copy := source.copy())[0]:
-                source.check(0, [copy], shows)
-            agreement.own = (f"{source.identity} {arguments}", shared.facts(), copy)
-        identities, optimizers, copies = zip(*agreement.by_rank, strict=True)
+            agreement.own = (f"{source.identity} {arguments}", shared.facts(), source.copy())
+        kinds, optimizers, copies = zip(*agreement.by_rank, strict=True)
         shared.require_alike(optimizers)
-        if copies[0][0]:
-            with ranks.agreeing(unreadable, path, "nothing was loaded") as agreement:
-                agreement.own = source.check(ranks.number, copies, shows)
-            identities = tuple(zip(identities, agreement.by_rank, strict=True))
+        with ranks.agreeing(unreadable, path, "nothing was loaded") as agreement:
+            agreement.own = source.check(ranks.number, copies, shows)
+        identities = [*zip(kinds, agreement.by_rank, strict=True)]
         if len({*identities}) > 1:
             alike = sorted([n for n, x in enumerate(identities) if x == y] for y in {*identities})
             raise CheckpointError.of(
