@@ -355,11 +355,7 @@ class BoxedTensor(ShardedTensor):
         return value if parallel is None else parallel.whole(value)
 
     def gather(  # type: ignore[override]
-        self,
-        dst: int = 0,
-        out: torch.Tensor | None = None,
-        enforce_dtype: bool = False,
-        dtype: torch.dtype | None = None,
+        self, dst: int = 0, out: torch.Tensor | None = None, *_: Any, **kwargs: Any
     ) -> None:
         """Copy the whole parameter into ``out``, which rank ``dst`` of the group has. It is sent in
         its own dtype. Collective: see ``whole``."""
@@ -463,7 +459,7 @@ def gathered(value: ShardedTensor, group: dist.ProcessGroup | None = None) -> to
 
 class LocalPart(torch.Tensor):
     """This rank's elements of a parameter in a local state dict: a 1-D view of its shard, marked
-    for ``_torch_patches/local_parts.py``. Results and pickles are plain tensors."""
+    for ``_torch_patches/own_values.py``. Results and pickles are plain tensors."""
 
     __torch_function__ = _torch_private.no_torch_function
 

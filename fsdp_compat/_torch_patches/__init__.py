@@ -15,14 +15,13 @@ from .._engine.patches import Patch
 from .._front_ends import data_parallel
 from .._state import compiled, optimizer_patches
 from .._state.units import model_units_in
-from . import assignments, clip_grad, dcp_adapter, gathering, hugging_face_storage, local_parts
+from . import assignments, clip_grad, dcp_adapter, hugging_face_storage, own_values
 
 PATCHES: tuple[Patch | PatchOnImport, ...] = (
     clip_grad.patches,
     dcp_adapter.patches,
-    gathering.patches,
     hugging_face_storage.patches,
-    local_parts.patches,
+    *own_values.patches,
     assignments.patches,
     optimizer_patches.patches,
     data_parallel.patches,
