@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .._engine.store import ParamStore
 from ..errors import StateError, UsageError, require_module
@@ -62,23 +62,21 @@ class ShardedEMA:
         Values that are not written to come back exactly, whatever the dtypes.
 
         Raises StateError inside forward or backward, and inside another ``swap()``."""
-        stores, kept = self._sharded_stores("ShardedEMA.swap()"), list[Tensor]()
+        stores = self._sharded_stores("ShardedEMA.swap()")
+        kept = [store.shard.detach().clone() for store in stores]
+        for average, store in zip(self._averages, stores, strict=True):
+            store.shard.detach().copy_(average)
         self._is_swapped = True
         try:
-            with torch.no_grad():
-                for average, store in zip(self._averages, stores, strict=True):
-                    kept.append(store.shard.detach().clone())
-                    store.shard.detach().copy_(average)
             yield
         finally:
             self._is_swapped = False
             self._reshard("the end of ShardedEMA.swap()")
-            with torch.no_grad():
-                for average, store, before in zip(self._averages, stores, kept, strict=False):
-                    shard = store.shard.detach()
-                    is_written = shard != average.to(shard.dtype)
-                    torch.where(is_written, shard.to(average.dtype), average, out=average)
-                    shard.copy_(before)
+            for average, store, before in zip(self._averages, stores, kept, strict=True):
+                shard = store.shard.detach()
+                is_written = shard != average.to(shard.dtype)
+                torch.where(is_written, shard.to(average.dtype), average, out=average)
+                shard.copy_(before)
 
     def _reshard(self, what: str) -> None:
         for runtime in runtimes_of(model_units_in(self._model)):
