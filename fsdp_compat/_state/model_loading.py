@@ -80,7 +80,7 @@ def load_state_dict(
     inner, usual = getattr(wrapper, FSDP_WRAPPED_MODULE), nn.Module.load_state_dict
     is_inners = overrides(inner, "load_state_dict") and not own.unit.summoned
     having = units_with_say(wrapper, loads_in_own_way)
-    groups = [group for each in having if each and not each.summoned for group in each.groups]
+    groups = [group for each in having for group in each.groups]
     rendezvous.require_all_ranks("load_state_dict", (*_gathered(wrapper, state_dict), *groups))
     entries = _with_versions(inner if is_inners else wrapper, state_dict)
     load = inner.load_state_dict if is_inners else functools.partial(usual, wrapper)
@@ -116,8 +116,8 @@ def _whole(
     """A context for modules that load in their own way: they have whole parameters, and whole
     values in ``entries``, but for those of inner units. Collective."""
     named = wrapper.named_modules(remove_duplicate=False)
-    paths = [clean_name(path) for path, child in named if path and model_unit_of(child) is not None]
-    inner = tuple(f"{prefix}{path}." for path in paths)
+    units = [path for path, child in named if path and model_unit_of(child) is not None]
+    inner = tuple(f"{prefix}{clean_name(path)}." for path in units)
     for key in [key for key in entries if key.startswith(prefix) and not key.startswith(inner)]:
         entries[key] = whole_value(entries[key], key)
     with full_unit(own.unit, Options(writeback=True)):

@@ -45,13 +45,11 @@ from .units import (
     FSDP_WRAPPED_MODULE,
     ModelUnit,
     Wanted,
-    below,
     clean_name,
     default_form,
     everything,
     in_form,
     managed_names,
-    model_unit_of,
     model_units_in,
     named_sections,
     names_in_order,
@@ -75,26 +73,14 @@ def state_dict(wrapper: nn.Module, *args: Any, filter: Any = None, **kwargs: Any
         raise wrong_type("prefix", "a string", prefix, "state_dict")
     if destination is not None and not isinstance(destination, MutableMapping):
         raise wrong_type("destination", "a dict, or None", destination, "state_dict")
-    own, prefix = registered_unit(wrapper), prefix or ""
-    having = units_with_say(wrapper, saves_in_own_way)
-    is_local = having and own.takes_parts and not own.unit.summoned
-    units = [each for each in model_units_in(wrapper) if is_local and not each.unit.summoned]
+    own = registered_unit(wrapper)
     with contextlib.ExitStack() as stack:
         if filter is not None:
             wanted = wanted_by(filter, "state_dict")
             stack.enter_context(in_form(model_units_in(wrapper), wanted=wanted))
         rest = own.runtime.at_rest("state_dict")
         is_outer = own.unit.summoned or stack.enter_context(rest)
-        with stand_ins(each.unit for each in units):
-            found = _taken(wrapper, own, destination, prefix, bool(keep_vars), is_outer, having)
-        if units:  # parameters are saved as they are, not what modules make of them
-            for key in [key for key, value in found.items() if isinstance(value, StandIn)]:
-                del found[key]
-        for path, child in wrapper.named_modules(remove_duplicate=False):
-            if units and (each := model_unit_of(child)) in units:
-                base = clean_name(prefix)
-                found.update(_local_entries(each, below(base, clean_name(path))))
-        return found
+        return _taken(wrapper, own, destination, prefix or "", bool(keep_vars), is_outer)
 
 
 def _arguments(destination: Any = None, prefix: Any = "", keep_vars: Any = False) -> Any:
@@ -103,27 +89,24 @@ def _arguments(destination: Any = None, prefix: Any = "", keep_vars: Any = False
 
 
 def _taken(
-    wrapper: nn.Module,
-    own: ModelUnit,
-    given: Any,
-    prefix: str,
-    keep_vars: bool,
-    is_outer: bool,
-    having: Collection[Unit | None],
+    wrapper: nn.Module, own: ModelUnit, given: Any, prefix: str, keep_vars: bool, is_outer: bool
 ) -> Any:
     """Let modules collect the state dict, and replace the sharded form of parameters by entries.
-    Modules of units ``having`` a say see whole parameters, and what they make of them stays."""
-    first, options = len(given or ()), {"destination": given, "prefix": prefix or None}
-    options |= {"keep_vars": keep_vars or None}
-    is_whole = own.unit in having and not own.unit.summoned
+    Modules of units with a say see whole parameters, and what they make of them stays; in a local
+    state dict they see stand-ins, and what they make of those is left out."""
+    first, having = len(given or ()), units_with_say(wrapper, saves_in_own_way)
+    options = {"destination": given, "prefix": prefix or None, "keep_vars": keep_vars or None}
+    its: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     own.unit.view.in_state_dict = True
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(rendezvous.nested("state_dict", _gathered_groups(wrapper, having)))
-            wholes = stack.enter_context(full_unit(own.unit, Options(False))) if is_whole else None
+            wholes: list[torch.Tensor] | None = None
+            if own.unit in having:
+                of_unit = full_unit(own.unit, Options(False))
+                wholes = stack.enter_context(stand_ins([own.unit]) if own.takes_parts else of_unit)
             for hook in wrapper._state_dict_pre_hooks.values():
                 hook(wrapper, prefix, keep_vars)
-            its = {name: value for name, value in options.items() if value is not None}
             returned: Any = getattr(wrapper, FSDP_WRAPPED_MODULE).state_dict(**its)
             result = returned if given is None else given
             wrapper._save_to_state_dict(result, prefix, keep_vars)
@@ -178,7 +161,8 @@ def _finished(
             values[name] = _on_cpu(value, as_copy=is_own and value is seen[name])
         elif is_own and not is_users_call and not keep_vars:
             values[name] = _compact(value)
-    if not own.unit.summoned:  # in summon_full_params torch has collected whole parameters
+    if not own.unit.summoned or (own.takes_parts and wholes is not None):
+        # In the user's summon_full_params, torch has collected whole parameters.
         values.update(_ENTRIES[own.form.state_dict_type](own, base))
     if wholes is not None:
         return values
@@ -197,6 +181,8 @@ def _of_wholes(
     mesh, copies = own.device_mesh, dict[Any, torch.Tensor]()
     to_cpu = getattr(own.form.state_dict_config, "offload_to_cpu", False)
     for name, value in found.items():
+        if isinstance(value, StandIn) and own.takes_parts:
+            continue
         group, index = places.get(name, (None, 0))
         if group is not None and _torch_private.is_dtensor(value):
             value = value.full_tensor()
@@ -250,13 +236,12 @@ def beside_units(model: nn.Module) -> Iterator[dict[str, Any]]:
 # -- what is sent
 
 
-def _gathered_groups(module: nn.Module, having: Collection[Unit | None]) -> Iterator[Group]:
+def _gathered_groups(module: nn.Module, having: Collection[Unit]) -> Iterator[Group]:
     """Yield the groups that are gathered for a state dict in the form that is set."""
     for each in model_units_in(module):
-        kind = each.form.state_dict_type
-        with_mesh = kind is StateDictType.SHARDED_STATE_DICT and each.device_mesh is not None
-        is_sent = kind is StateDictType.FULL_STATE_DICT or with_mesh or each.unit in having
-        if not each.unit.summoned and is_sent:
+        is_full = each.form.state_dict_type is StateDictType.FULL_STATE_DICT
+        is_sent = is_full or each.device_mesh is not None or each.unit in having
+        if is_sent and not (each.takes_parts or each.unit.summoned):
             yield from each.unit.groups
 
 

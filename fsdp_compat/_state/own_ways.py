@@ -49,12 +49,11 @@ def loads_in_own_way(module: nn.Module) -> bool:
     return is_own or _is_foreign(hooks)
 
 
-def units_with_say(model: nn.Module, has_say: Callable[[nn.Module], bool]) -> set[Unit | None]:
-    """Return the units in which a module has a say; None among them for one outside of units."""
-    owners = owners_in(model)
-    named = model.named_modules(remove_duplicate=False)
+def units_with_say(model: nn.Module, has_say: Callable[[nn.Module], bool]) -> set[Unit]:
+    """Return the units that are not summoned, and in which a module has a say."""
+    owners, named = owners_in(model), model.named_modules(remove_duplicate=False)
     found = map(model_unit_of, {owners[path] for path, child in named if has_say(child)})
-    return {None if each is None else each.unit for each in found}
+    return {each.unit for each in found if each is not None and not each.unit.summoned}
 
 
 class StandIn(torch.Tensor):
@@ -72,7 +71,7 @@ class StandIn(torch.Tensor):
 
 
 @contextlib.contextmanager
-def stand_ins(units: Iterable[Unit]) -> Generator[None, None, None]:
+def stand_ins(units: Iterable[Unit]) -> Generator[list[torch.Tensor], None, None]:
     """A context in which the modules of ``units`` show stand-ins for parameters. Sends nothing.
     Raises StateError if a module reads a value."""
     with contextlib.ExitStack() as stack:
@@ -85,7 +84,7 @@ def stand_ins(units: Iterable[Unit]) -> Generator[None, None, None]:
                 show(store, [nn.Parameter(each, grads[i]) for i, each in enumerate(shown)])
             unit.view.keep_order()
         try:
-            yield
+            yield []
         except (FsdpCompatError, OSError):
             raise
         except Exception as error:
