@@ -85,6 +85,8 @@ def load_state_dict(
     entries = _with_versions(inner if is_inners else wrapper, state_dict)
     load = inner.load_state_dict if is_inners else functools.partial(usual, wrapper)
     changed = {**({} if strict else {"strict": False}), **({"assign": True} if assign else {})}
+    for each in model_units_in(wrapper) if having else ():
+        each.unit.view.hide_parts()  # which a module around the unit may use
     keys: _torch_private.IncompatibleKeys
     try:
         with _whole(own, wrapper, entries, "") if is_inners else contextlib.nullcontext():
@@ -96,8 +98,9 @@ def load_state_dict(
         text = str(error).replace(f"{FSDP_WRAPPED_MODULE}.", "")
         raise not_loaded(text, own.unit.label, state_dict) from error
     finally:
-        for each in model_units_in(wrapper):  # that an error has left open
-            each.loading[-1].close()
+        for each in model_units_in(wrapper):
+            each.unit.view.reveal_parts()
+            each.loading[-1].close()  # if an error has left it open
 
 
 def _with_versions(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -209,11 +212,17 @@ def _after_load(wrapper: nn.Module, incompatible: Any) -> None:
 
 
 def load_unmanaged(model: nn.Module, entries: Mapping[str, Any]) -> None:
-    """Load what ``unmanaged_state`` returned, or a part of it. Nothing is sent."""
+    """Load what ``unmanaged_state`` returned, or a part of it, DTensors whole. Nothing is sent."""
     with beside_units(model) as state:
-        for name in [name for name, value in state.items() if not isinstance(value, StandIn)]:
-            del state[name]
+        names = [name for name, value in state.items() if not isinstance(value, StandIn)]
+        old: dict[str, Any] = {clean_name(name): state.pop(name) for name in names}
         state.update(entries)
+        for name in entries:
+            if _torch_private.is_dtensor(like := old.get(name)):
+                from torch.distributed.tensor import distribute_tensor  # imported already
+
+                own, places = state[name].to(like.device), (like.device_mesh, like.placements)
+                state[name] = distribute_tensor(own, *places, src_data_rank=None)
         model.load_state_dict(_with_versions(model, state), strict=False)
 
 

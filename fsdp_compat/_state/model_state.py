@@ -23,12 +23,13 @@ from torch import nn
 
 from .. import _torch_private
 from .._engine import rendezvous
+from .._engine.dtypes import tensors_in
 from .._engine.group import Group
 from .._engine.state_store import StateStore, store_of
 from .._engine.unit import Unit
 from ..api import StateDictType
 from ..errors import UsageError, wrong_type
-from .own_ways import StandIn, loads_in_own_way, saves_in_own_way, stand_ins, units_with_say
+from .own_ways import StandIn, saves_in_own_way, stand_ins, units_with_say
 from .reading_values import is_sharded, read_part
 from .sharded_values import (
     BoxedTensor,
@@ -101,6 +102,9 @@ def _taken(
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(rendezvous.nested("state_dict", _gathered_groups(wrapper, having)))
+            for each in model_units_in(wrapper) if having and is_outer else ():
+                each.unit.view.hide_parts()  # which a module around the unit may read
+                stack.callback(each.unit.view.reveal_parts)
             wholes: list[torch.Tensor] | None = None
             if own.unit in having:
                 of_unit = full_unit(own.unit, Options(False))
@@ -187,7 +191,6 @@ def _of_wholes(
         if group is not None and _torch_private.is_dtensor(value):
             value = value.full_tensor()
         if isinstance(value, torch.Tensor) and not is_sharded(value) and not value.is_meta:
-            is_view = any(_torch_private.same_storage(value, whole) for whole in wholes)
             if not own.is_kept_here:
                 value = StandIn.of(value.shape, value.dtype)
             elif not is_full and group and value.shape == store_of(group).shape(index):
@@ -197,7 +200,9 @@ def _of_wholes(
                     if mesh is None or group.shard.ranks == 1
                     else mesh_sharded_value(value, mesh)
                 )
-            elif is_view:  # tied ones share their copy
+            elif any(
+                _torch_private.same_storage(value, each) for each in wholes
+            ):  # tied ones share their copy
                 place = value.data_ptr(), value.shape, value.stride(), value.dtype
                 value = copies[place] = copies[place] if place in copies else copied(value, to_cpu)
         yield name, value
@@ -222,15 +227,16 @@ def unmanaged_state(model: nn.Module) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def beside_units(model: nn.Module) -> Iterator[dict[str, Any]]:
-    """A context that gives what modules save without the parameters of units. If any have a say,
-    they show stand-ins, and there are entries for what they make of them."""
-    managed, units = managed_names(model), model_units_in(model)
-    form = default_form(StateDictType.LOCAL_STATE_DICT)
-    has_say = any(saves_in_own_way(its) or loads_in_own_way(its) for its in model.modules())
-    # Not every parameter of a unit has a local form.
-    wanted = everything if has_say else lambda name, trainable: name not in managed
-    with stand_ins(each.unit for each in units if has_say), in_form(units, form, wanted):
-        yield model.state_dict()
+    """A context that gives what modules save, with stand-ins for the parameters of units, and for
+    what modules make of them."""
+    units, form = model_units_in(model), default_form(StateDictType.LOCAL_STATE_DICT)
+    with stand_ins(each.unit for each in units), in_form(units, form):
+        state = model.state_dict()
+        for name, value in state.items():
+            inside = () if isinstance(value, torch.Tensor) else tensors_in(value)
+            if any(isinstance(tensor, StandIn) for tensor in inside):
+                raise ValueError(f"{name!r} holds values of parameters in a {type(value).__name__}")
+        yield state
 
 
 # -- what is sent

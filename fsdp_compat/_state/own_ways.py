@@ -28,9 +28,9 @@ def _is_foreign(hooks: Mapping[int, Any]) -> bool:
 def overrides(module: nn.Module, *names: str) -> bool:
     """True if a class of the module, or the module itself, has its own method of such a name."""
     kinds = [base for base in type(module).__mro__ if base is not nn.Module]
-    found = {n for kind in kinds if not kind.__module__.startswith(_NEUTRAL) for n in vars(kind)}
-    found.update(() if ATTRIBUTE in vars(module) else vars(module))  # torch patches whole models
-    return not found.isdisjoint(names)
+    places = [vars(kind) for kind in kinds if not kind.__module__.startswith(_NEUTRAL)]
+    places += [vars(module)] if ATTRIBUTE not in vars(module) else []  # torch patches whole models
+    return any(name in place for place in places for name in names)
 
 
 def saves_in_own_way(module: nn.Module) -> bool:
@@ -45,7 +45,7 @@ def loads_in_own_way(module: nn.Module) -> bool:
     """True if the module may take other entries than those of its parameters and buffers."""
     hooks = {**module._load_state_dict_pre_hooks, **module._load_state_dict_post_hooks}
     loader = type(module)._load_from_state_dict.__module__
-    is_own = not loader.startswith(("torch.", *_NEUTRAL)) or overrides(module, "load_state_dict")
+    is_own = not loader.startswith(("torch.nn.", *_NEUTRAL)) or overrides(module, "load_state_dict")
     return is_own or _is_foreign(hooks)
 
 

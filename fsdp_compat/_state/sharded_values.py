@@ -411,6 +411,10 @@ class BoxedTensor(ShardedTensor):
         return _empty(self.whole_shape, self.dtype, device)
 
 
+for _name in ("bfloat16", "double", "float", "half"):
+    setattr(BoxedTensor, _name, _of_each_shard(_name))
+
+
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Any:
     """Return a BoxedTensor without attributes."""
     return _torch_private.tensor_without_storage(BoxedTensor, shape, dtype, device)

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from typing_extensions import TypeVar
 
-from .. import _torch_private, errors
+from .. import errors
 from .._state.model_loading import load_unmanaged, others_in
 from .._state.model_state import unmanaged_state
 from .._state.optimizer_patches import cut_state
@@ -298,14 +298,6 @@ class _LoadPlan:
         """Change the model and the optimizer; return ``extra``."""
         with torch.no_grad():
             self.source.read(shown)
-        like: Any
-        for name, like in unmanaged_state(self._model).items():
-            if name in self._others and _torch_private.is_dtensor(like):
-                from torch.distributed.tensor import distribute_tensor  # imported already
-
-                places = like.device_mesh, like.placements
-                own = self._others[name].to(like.device)
-                self._others[name] = distribute_tensor(own, *places, src_data_rank=None)
         load_unmanaged(self._model, self._others)
         if self._of_optimizer is not None:
             self._of_optimizer.apply()
@@ -361,7 +353,8 @@ class _LoadPlan:
                 got=str(self.report),
                 where=str(self.source.path),
                 fix="build the model that was saved, or pass rename, a function from a name in the "
-                f"checkpoint to the name in the model{more}",
+                f"checkpoint to the name in the model{more}; modules with load_state_dict hooks "
+                "take other names in model.load_state_dict()",
             )
 
 

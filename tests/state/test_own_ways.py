@@ -18,6 +18,7 @@ from fsdp_compat import FullStateDictConfig, StateDictType, checkpoint, fully_sh
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat._engine.group import Group
 from fsdp_compat._state.reading_values import whole_value
+from fsdp_compat.errors import StateError
 from tests.support.ranks import on_ranks
 
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
@@ -37,7 +38,7 @@ def renames(module: Any, state: dict[str, Any], prefix: str, local: Any) -> None
 
 def casts(module: Any, state: dict[str, Any], prefix: str, local: Any) -> None:
     for key in [key for key in state if key.startswith(prefix)]:
-        state[key] = state[key].to(torch.bfloat16).cpu()
+        state[key] = state[key].to(torch.bfloat16).float().half().cpu()
 
 
 def replaces(module: Any, state: dict[str, Any], prefix: str, local: Any) -> Any:
@@ -186,6 +187,21 @@ def test_hooks_of_wrappers_and_of_parents_see_whole_values() -> None:
         parent.register_state_dict_post_hook(lambda m, state, p, _: splits(m, state, f"{p}0.", _))
         names = {f"0.{key[5:]}": value for key, value in expected.items() if key[:5] == "body."}
         assert_equal(parent.state_dict(), names, use_orig_params)
+
+
+@on_ranks(2)
+def test_modules_around_units_cannot_take_parts_for_parameters() -> None:
+    def measures(module: Any, state: dict[str, Any], prefix: str, local: Any) -> None:
+        state[f"{prefix}norm"] = module.last.weight.detach().norm()
+
+    for use_orig_params in (False, True):
+        model = wrapped(made(lambda: Body(measures), False), "body.last", use_orig_params)
+        with pytest.raises(StateError, match=r"(?s)weight' was used while.*summon_full_params"):
+            model.state_dict()
+        with FSDP.summon_full_params(model):
+            found = model.state_dict()
+        expected = made(lambda: Body(measures), False).state_dict()
+        assert_equal(found, expected, use_orig_params)
 
 
 @on_ranks(2)
