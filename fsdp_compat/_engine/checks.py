@@ -136,11 +136,16 @@ class Checks:
             agreement.require_units_alike(self._units, device, self._root.label)
             self._require_values()
 
-    def before_step(self) -> None:
-        """Raise StateError if a gradient was not reduced, before an optimizer's step."""
-        if not _torch_private.in_graph_task() and self.changes.groups_with_gradients():
-            for unit in self._units:
-                for group in () if unit.view.summoned else unit.groups:
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise StateError if a gradient of the optimizer's parameters was not reduced, before its
+        step. A backward that raised may have left some, which the next forward drops."""
+        runtime = self._root.runtime
+        if runtime is None or runtime.backward.is_open or not self.changes.groups_with_gradients():
+            return
+        held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        for unit in self._units:
+            for group in () if unit.view.summoned else unit.groups:
+                if not held.isdisjoint(id(param) for param, _ in group.store.sharded_params):
                     _require_reduced(group)
 
     def _check_units(self) -> None:

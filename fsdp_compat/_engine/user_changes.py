@@ -63,10 +63,10 @@ class _Steps:
         self.fused = WeakIdKeyDictionary()  # parameters whose fused writes are counted
         self.checks: weakref.WeakSet[Any] = weakref.WeakSet()  # objects with ``before_step()``
 
-    def check(self, *_: object) -> None:
+    def check(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Before a step."""
         for each in list(self.checks):
-            each.before_step()
+            each.before_step(optimizer)
 
     def add(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Count a step for the units whose parameters the optimizer holds. DTensors that belong to

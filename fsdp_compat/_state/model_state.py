@@ -168,7 +168,7 @@ def _finished(
     if not own.unit.summoned or (own.takes_parts and wholes is not None):
         # In the user's summon_full_params, torch has collected whole parameters.
         values.update(_ENTRIES[own.form.state_dict_type](own, base))
-    if wholes is not None:
+    if wholes is not None and not own.takes_parts:
         return values
     order = {key: position for position, key in enumerate(names_in_order(wrapper, base))}
     return dict(sorted(values.items(), key=lambda entry: order.get(entry[0], len(order))))

@@ -148,7 +148,7 @@ def _in_form(kind: StateDictType, *configs: Any) -> Callable[[Subject], Any]:
     return lambda subject: FSDP.state_dict_type(subject.model, kind, *configs)
 
 
-_full = _in_form(
+rank0_only = _in_form(
     StateDictType.FULL_STATE_DICT,
     FullStateDictConfig(rank0_only=True, offload_to_cpu=True),
     FullOptimStateDictConfig(rank0_only=True, offload_to_cpu=True),
@@ -156,7 +156,7 @@ _full = _in_form(
 _sharded = _in_form(StateDictType.SHARDED_STATE_DICT)
 
 
-def _within(form: Callable[[Subject], contextlib.AbstractContextManager[Any]], call: Call) -> Call:
+def within(form: Callable[[Subject], contextlib.AbstractContextManager[Any]], call: Call) -> Call:
     def run(subject: Subject) -> None:
         with form(subject):
             call(subject)
@@ -189,19 +189,22 @@ PASSES: dict[str, Call] = {
 # Calls that check that every rank has made them before anything is sent.
 BETWEEN_STEPS: dict[str, Call] = {
     "state_dict": _state_dict,
-    "state_dict, rank0_only": _within(_full, _state_dict),
-    "state_dict, sharded": _within(_sharded, _state_dict),
-    "load_state_dict, rank0_only": _within(
-        _full,
+    "state_dict, rank0_only": within(rank0_only, _state_dict),
+    "state_dict, sharded": within(_sharded, _state_dict),
+    "load_state_dict, rank0_only": within(
+        rank0_only,
         lambda subject: subject.model.load_state_dict(subject.full if subject.rank == 0 else {}),
     ),
     "optim_state_dict": _optim_state_dict,
-    "optim_state_dict, sharded": _within(_sharded, _optim_state_dict),
-    "optim_state_dict_to_load": lambda subject: FSDP.optim_state_dict_to_load(
-        subject.model, subject.optim, subject.optim_state
+    "optim_state_dict, sharded": within(_sharded, _optim_state_dict),
+    "optim_state_dict_to_load": within(
+        rank0_only,
+        lambda subject: FSDP.optim_state_dict_to_load(
+            subject.model, subject.optim, subject.optim_state
+        ),
     ),
-    "optim_state_dict_to_load, rank0_only": _within(
-        _full,
+    "optim_state_dict_to_load, rank0_only": within(
+        rank0_only,
         lambda subject: FSDP.optim_state_dict_to_load(
             subject.model, subject.optim, subject.optim_state if subject.rank == 0 else {}
         ),

@@ -37,6 +37,8 @@ from tests.support.faults import (
     message_of,
     message_of_first,
     planted,
+    rank0_only,
+    within,
 )
 from tests.support.programs import ROOT, python
 from tests.support.ranks import on_ranks
@@ -153,7 +155,9 @@ ABSENT: dict[str, Any] = {"state": {"absent": {}}, "param_groups": []}
 WRONG: dict[str, Call] = {
     "load_state_dict, rank0_only": lambda s: s.model.load_state_dict(5),
     "optim_state_dict": lambda s: FSDP.optim_state_dict(s.model, s.pair.plain_optim),
-    "optim_state_dict_to_load": lambda s: FSDP.optim_state_dict_to_load(s.model, s.optim, ABSENT),
+    "optim_state_dict_to_load": within(
+        rank0_only, lambda s: FSDP.optim_state_dict_to_load(s.model, s.optim, ABSENT)
+    ),
     "summon_full_params": lambda s: FSDP.summon_full_params(s.model, rank0_only=True).__enter__(),
     "clip_grad_norm_": lambda s: s.model.clip_grad_norm_(1.0, norm_type="big"),
     "checkpoint.save": lambda s: checkpoint.save(s.next_folder(), s.model, step=-1),
