@@ -400,7 +400,7 @@ def _load_changing(folder: str) -> None:
 
         def checked_by_all(*args: Any, change: Callable[[Path], object] = change) -> Any:
             found = together(*args)
-            if args[2] is None:  # which checkpoint, not yet its checksums
+            if not isinstance(args[2], str):  # which checkpoint, not yet its checksums
                 return found
             Ranks.agree = together  # type: ignore[method-assign]
             if dist.get_rank() == 0:
