@@ -205,7 +205,7 @@ def _load(
             source = open_source(Path(path), lambda: _shapes_of(model), rename, ignored, call)
             plan = _LoadPlan(source, model, optimizer, ranks, strict, dtype)
             arguments = hashlib.sha256(repr((sorted(source.names), dtype)).encode()).hexdigest()
-            agreement.own = (f"{source.identity} {arguments}", shared.facts(), source.copy())
+            agreement.own = (f"{source.archive.kind} {arguments}", shared.facts(), source.copy())
         kinds, optimizers, copies = zip(*agreement.by_rank, strict=True)
         shared.require_alike(optimizers)
         with ranks.agreeing(unreadable, path, "nothing was loaded") as agreement:

@@ -113,18 +113,11 @@ def named_groups(units: Sequence[NamedUnit]) -> list[NamedGroup]:
 
 def tensor_parallel_axes(units: Sequence[Unit]) -> list[Axis]:
     """Return the mesh axes of tensor parallelism with several ranks, alike on all ranks."""
-    found: dict[tuple[int, ...], Axis] = {}
-    seen: set[int] = set()  # ids of meshes, of which many parameters have the same
-    for unit in units:
-        for group in unit.groups:
-            for parallel in store_of(group).parallel:
-                if parallel is not None and id(parallel.mesh) not in seen:
-                    seen.add(id(parallel.mesh))
-                    for dim in parallel.tensor_parallel_dims:
-                        axis = axis_of(parallel.mesh.get_group(dim))
-                        if axis.ranks > 1:
-                            found.setdefault(axis.members, axis)
-    return list(found.values())
+    stores = (store_of(group) for unit in units for group in unit.groups)
+    meshes = {id(its.mesh): its for store in stores for its in store.parallel if its is not None}
+    dims = ((its.mesh, dim) for its in meshes.values() for dim in its.tensor_parallel_dims)
+    axes = (axis_of(mesh.get_group(dim)) for mesh, dim in dims)
+    return list({axis.members: axis for axis in axes if axis.ranks > 1}.values())
 
 
 def _split_axes(named: NamedUnit, store: StateStore, section: Section) -> list[Axis]:

@@ -63,11 +63,6 @@ class Source:
         """The names of the model's tensors and extra state."""
         return self._names.keys()
 
-    @property
-    def identity(self) -> str:
-        """Differs between ranks only if they load different checkpoints; ``check`` tells more."""
-        return self.archive.kind
-
     def value(self, name: str) -> Any:
         """Return a StoredTensor, or a module's extra state, by a name of the model."""
         name = self._names[name]
@@ -188,8 +183,8 @@ class Source:
         return target.numpy() if leaf.is_array else target
 
     def copy(self) -> tuple[str, int, int]:
-        """Return the name of this rank's copy of the files ("": there can be one alone), of which
-        inode times cannot be copied; and the bytes of the zip records to read, and of all."""
+        """Return the name of this rank's copy of the files, of which inode times cannot be copied;
+        and the bytes of the zip records to read, and of all."""
         facts = map(os.stat, sorted({self.path, *(span.path for span in self._spans())}))
         name = repr([(its.st_ino, its.st_size, its.st_mtime_ns, its.st_ctime_ns) for its in facts])
         own, total = (sum(each.nbytes for _, each in self._records(of)) for of in (False, True))
@@ -260,12 +255,11 @@ class NativeSource(Source):
         self._checkpoint = NativeCheckpoint(path)
         super().__init__(self._checkpoint.outline(), rename, call)
 
-    @property
-    def identity(self) -> str:
-        return self._checkpoint.manifest.identity
-
     def copy(self) -> tuple[str, int, int]:
-        return "", 0, 0  # the manifest tells copies apart, and there are no zip records
+        return self._content(), 0, 0  # there are no zip records
+
+    def _content(self) -> str:
+        return self._checkpoint.manifest.identity
 
     def _state_names(self) -> Iterable[str]:
         common = self._checkpoint.head(self._checkpoint.manifest.common)
