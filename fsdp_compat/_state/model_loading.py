@@ -16,14 +16,13 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from .. import _torch_private
 from .._engine import rendezvous
-from .._engine.dtypes import ComputeDtype
 from .._engine.group import Group
 from .._engine.state_store import store_of
 from .._layout.spec import Interval, Section
 from ..api import StateDictSettings, StateDictType
 from ..errors import CheckpointError, FsdpCompatError, TypeUsageError, UsageError, require_bools
 from .model_state import beside_units, sharded_keys
-from .own_ways import StandIn, loads_in_own_way, overrides, units_with_say
+from .own_ways import StandIn, exact_buffers_of, loads_in_own_way, overrides, units_with_say
 from .rank0 import Outline, Rank0Broadcast, Rank0Value, outline_of, received
 from .reading_values import (
     is_local,
@@ -123,19 +122,15 @@ def _whole(
     inner = tuple(f"{prefix}{clean_name(path)}." for path in units)
     for key in [key for key in entries if key.startswith(prefix) and not key.startswith(inner)]:
         entries[key] = whole_value(entries[key], key)
-    with full_unit(own.unit, Options(writeback=True)):
+    with full_unit(own.unit, Options(writeback=True)), exact_buffers_of(own.unit):
         yield
 
 
 def _without_ddp_prefix(inner: nn.Module, state_dict: Any) -> Any:
     """Remove the prefix ``module.`` of state dicts that DistributedDataParallel saved."""
     own = {*inner._modules, *inner._parameters, *inner._buffers}
-    if (
-        not isinstance(state_dict, Mapping)
-        or not state_dict
-        or "module" in own
-        or not all(str(key).startswith("module.") for key in state_dict)
-    ):
+    is_dict = isinstance(state_dict, Mapping) and bool(state_dict) and "module" not in own
+    if not is_dict or not all(str(key).startswith("module.") for key in state_dict):
         return state_dict
     without = collections.OrderedDict(state_dict)
     if (metadata := getattr(state_dict, "_metadata", None)) is not None:
@@ -187,8 +182,7 @@ def _before_load(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *r
         state_dict[f"{prefix}{FSDP_WRAPPED_MODULE}.{key[len(prefix) :]}"] = state_dict.pop(key)
     # The sharded forms are registered in the modules, which will miss them.
     own.unit.view.in_state_dict = True  # until _after_load
-    if own.unit.buffers is not None:
-        own.unit.buffers.follow(ComputeDtype.EVAL)
+    stack.enter_context(exact_buffers_of(own.unit))
     own.loading = prefix, {prefix + key for key in sharded_keys(wrapper, own.unit)}, stack
 
 
@@ -197,8 +191,6 @@ def _after_load(wrapper: nn.Module, incompatible: Any) -> None:
     cleans names: before that it has to recognise its sharded forms in inner modules (ties)."""
     own = registered_unit(wrapper)
     own.unit.view.in_state_dict = False
-    if own.unit.buffers is not None:
-        own.unit.buffers.follow(ComputeDtype.TRAIN)
     prefix, sharded, stack = own.loading
     stack.close()
     outermost = own.unit.is_root or not prefix
@@ -283,6 +275,14 @@ def others_in(model: nn.Module) -> dict[str, torch.Tensor | None]:
         slot.name: None if loads_in_own_way(slot.holder) else slot.value
         for slot in unmanaged_in(model)
     }
+
+
+def absent_buffers(model: nn.Module) -> Iterator[str]:
+    """Yield the names of buffers that are None, of modules that may make them while they load."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, value in module._buffers.items() if loads_in_own_way(module) else ():
+            if value is None and name not in module._non_persistent_buffers_set:
+                yield clean_name(f"{path}.{name}".lstrip("."))
 
 
 _EVERYWHERE = (

@@ -29,7 +29,7 @@ from .._engine.state_store import StateStore, store_of
 from .._engine.unit import Unit
 from ..api import StateDictType
 from ..errors import UsageError, wrong_type
-from .own_ways import StandIn, saves_in_own_way, stand_ins, units_with_say
+from .own_ways import StandIn, exact_buffers_of, saves_in_own_way, stand_ins, units_with_say
 from .reading_values import is_sharded, read_part
 from .sharded_values import (
     BoxedTensor,
@@ -106,6 +106,7 @@ def _taken(
                 each.unit.view.hide_parts()  # which a module around the unit may read
                 stack.callback(each.unit.view.reveal_parts)
             wholes: list[torch.Tensor] | None = None
+            stack.enter_context(exact_buffers_of(own.unit))
             if own.unit in having:
                 of_unit = full_unit(own.unit, Options(False))
                 wholes = stack.enter_context(stand_ins([own.unit]) if own.takes_parts else of_unit)
@@ -119,8 +120,11 @@ def _taken(
                     its |= {"destination": result, "prefix": f"{prefix}{name}."}
                     child.state_dict(**its)
             base = clean_name(prefix) if is_outer else prefix
-            keys = list(itertools.islice(result, first, None))
-            found = {base + clean_name(key[len(prefix) :]): result.pop(key) for key in keys}
+            found = dict[str, Any]()
+            for key in list(itertools.islice(result, first, None)):
+                # Inner units that are summoned have cleaned the whole name.
+                start = len(prefix if key.startswith(prefix) else base)
+                found[base + clean_name(key[start:])] = result.pop(key)
             values = _finished(wrapper, own, found, base, keep_vars, wholes)
     finally:
         own.unit.view.in_state_dict = False
@@ -149,9 +153,6 @@ def _finished(
     parts = {base + slot.name for slot in slots if slot.unit is own.unit and not own.unit.summoned}
     seen = {name: value for name, value in found.items() if name not in parts}
     values = dict(seen if wholes is None else _of_wholes(own, seen, base, wholes))
-    for name, exact in own.exact_buffers() if wholes is None else ():
-        if base + name in values:
-            values[base + name] = exact
     owners = {base + clean_name(path): owner for path, owner in owners_in(wrapper).items()}
     trains = {
         base + slot.name: slot.value is not None and slot.value.requires_grad for slot in slots
@@ -200,9 +201,8 @@ def _of_wholes(
                     if mesh is None or group.shard.ranks == 1
                     else mesh_sharded_value(value, mesh)
                 )
-            elif any(
-                _torch_private.same_storage(value, each) for each in wholes
-            ):  # tied ones share their copy
+            elif any(_torch_private.same_storage(value, each) for each in wholes):
+                # Tied ones share their copy.
                 place = value.data_ptr(), value.shape, value.stride(), value.dtype
                 value = copies[place] = copies[place] if place in copies else copied(value, to_cpu)
         yield name, value
@@ -260,12 +260,8 @@ def _on_cpu(value: Any, as_copy: bool) -> Any:
 
 def _compact(value: Any) -> Any:
     """Return a tensor that keeps no more memory than it shows."""
-    if (
-        not isinstance(value, torch.Tensor)
-        or is_sharded(value)
-        or value.layout is not torch.strided
-        or value.is_meta
-    ):
+    is_plain = isinstance(value, torch.Tensor) and not (is_sharded(value) or value.is_meta)
+    if not is_plain or value.layout is not torch.strided:
         return value
     return value.clone() if value.untyped_storage().nbytes() > value.nbytes else value
 

@@ -56,6 +56,11 @@ def units_with_say(model: nn.Module, has_say: Callable[[nn.Module], bool]) -> se
     return {each.unit for each in found if each is not None and not each.unit.summoned}
 
 
+def exact_buffers_of(unit: Unit) -> contextlib.AbstractContextManager[None]:
+    """A context in which a unit's buffers have the dtypes that state dicts have."""
+    return contextlib.nullcontext() if unit.buffers is None else unit.buffers.uncast()
+
+
 class StandIn(torch.Tensor):
     """A parameter, or what a module made of it, without values: on the meta device."""
 
@@ -79,9 +84,8 @@ def stand_ins(units: Iterable[Unit]) -> Generator[list[torch.Tensor], None, None
             unit.view.begin_summon()
             stack.callback(unit.view.end_summon)
             for store in map(store_of, unit.groups):
-                grads = {i: p.requires_grad for p, indices in store.sharded_params for i in indices}
-                shown = [StandIn.of(store.shape(i), store.dtype) for i in range(len(grads))]
-                show(store, [nn.Parameter(each, grads[i]) for i, each in enumerate(shown)])
+                shapes = map(store.shape, range(len(store.orig_params)))
+                show(store, [nn.Parameter(StandIn.of(each, store.dtype), False) for each in shapes])
             unit.view.keep_order()
         try:
             yield []

@@ -24,7 +24,7 @@ from torch import nn
 from typing_extensions import TypeVar
 
 from .. import errors
-from .._state.model_loading import load_unmanaged, others_in
+from .._state.model_loading import absent_buffers, load_unmanaged, others_in
 from .._state.model_state import unmanaged_state
 from .._state.optimizer_patches import cut_state
 from .._state.units import names_before, units_of
@@ -279,6 +279,7 @@ class _LoadPlan:
         for held in taken:
             source.plan(source.value(self._name(held.names)), held.boxes(), through)
         others = unmanaged_state(model)
+        others.update((n, None) for n in absent_buffers(model) if n in source.names)
         self._plan_others(others, strict)
         known = {*others, *(name for held in parts for name in held.names)}
         self.report.unexpected += [name for name in source.names if name not in known]

@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.ao.quantization.observer import PerChannelMinMaxObserver
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -312,6 +313,8 @@ class Recorder(nn.Linear):
         super().__init__(3, 3)
         self.history: list[int] = []
         self.register_buffer("queue", torch.empty(0))
+        self.register_buffer("late", None)
+        self.observer = PerChannelMinMaxObserver()
 
     def get_extra_state(self) -> Any:
         return {
@@ -319,28 +322,34 @@ class Recorder(nn.Linear):
             "file": io.BytesIO(bytes(self.history)),
             "dict": {"history": self.history, "values": torch.tensor(self.history), "n": None},
             "list": self.history,
+            "nothing": {},
         }[self.kind]
 
     def set_extra_state(self, state: Any) -> None:
         if self.kind == "dict":
             assert state["values"].tolist() == state["history"] and state["n"] is None
             state = state["history"]
+        if self.kind == "nothing":
+            state = [7, 8, 9] if state == {} else []
         self.history = list(state.read() if self.kind == "file" else state)
 
     def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
         self.queue = torch.empty_like(state[f"{prefix}queue"])
+        self.late = torch.empty_like(state[f"{prefix}late"])
         super()._load_from_state_dict(state, prefix, *rest)
 
 
 def _own_ways(folder: Path) -> None:
     for front_end, Recorder.kind in itertools.product(
-        ("flat", "flat original", "rows"), ("tensor", "file", "dict", "list")
+        ("flat", "flat original", "rows"), ("tensor", "file", "dict", "list", "nothing")
     ):
         path = folder / front_end / Recorder.kind
         with about(f"{front_end}, {Recorder.kind}"):
             recorders = Recorder(), Recorder()
             saved, fresh = (sharded(front_end, nn.Sequential(each)) for each in recorders)
             recorders[0].history, recorders[0].queue = [7, 8, 9], torch.arange(4.0)
+            recorders[0].late = torch.arange(2.0)
+            recorders[0].observer(torch.arange(6.0).view(3, 2))  # makes its buffers larger
             native = checkpoint.save(path, saved, step=1)
             checkpoint.save_safetensors(path, saved)
             states = get_model_state_dict(saved)
@@ -350,8 +359,13 @@ def _own_ways(folder: Path) -> None:
                 torch.save(states, path / "whole.pt")
             dist.barrier()
             for each in (native, path / "dcp", path / "whole.pt", path / "model.safetensors"):
+                if Recorder.kind == "nothing" and each.name == "dcp":
+                    continue  # torch leaves empty dicts out
                 recorders[1].history, recorders[1].queue = [], torch.empty(0)
+                recorders[1].late, recorders[1].observer = None, PerChannelMinMaxObserver()
                 checkpoint.load(each, fresh)
+                assert recorders[1].late.tolist() == [0, 1], each
+                assert recorders[1].observer.max_val.tolist() == [1, 3, 5], each
                 assert recorders[1].queue.tolist() == [0, 1, 2, 3], each
                 if Recorder.kind == "tensor" or each.suffix != ".safetensors":
                     assert recorders[1].history == [7, 8, 9], each

@@ -4,6 +4,7 @@ models saved."""
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,9 @@ def _interchange(folder: Path) -> None:
             expected = _values(model)
             assert set(expected) == names
             assert set(model.state_dict()) == names
+            if isinstance(model, FSDP) or how == "around":
+                with FSDP.summon_full_params(model) if front_end != "rows" else nullcontext():
+                    assert set(model.state_dict()) == names
             assert set(get_model_state_dict(model, options=FULL)) == names
             states = get_state_dict(model, optimizer, options=FULL)
             assert set(states[1]["state"]) == parameters

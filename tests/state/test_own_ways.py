@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_compat import FullStateDictConfig, StateDictType, checkpoint, fully_shard
+from fsdp_compat import FullStateDictConfig, MixedPrecision, StateDictType, checkpoint, fully_shard
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat._engine.group import Group
 from fsdp_compat._state.reading_values import whole_value
@@ -134,11 +134,13 @@ def made(make: Callable[[], nn.Module], is_model: bool, seed: int = 0) -> nn.Mod
 
 
 def wrapped(model: nn.Module, units: str, use_orig_params: bool) -> FSDP:
+    more: Any = {"mixed_precision": MixedPrecision(buffer_dtype=torch.bfloat16)}
+    more["use_orig_params"] = use_orig_params
     for path in units.split():
         owner, _, name = path.rpartition(".")
         parent = model.get_submodule(owner)
-        setattr(parent, name, FSDP(getattr(parent, name), use_orig_params=use_orig_params))
-    return FSDP(model, use_orig_params=use_orig_params)
+        setattr(parent, name, FSDP(getattr(parent, name), **more))
+    return FSDP(model, **more)
 
 
 def assert_equal(found: dict[str, Any], expected: dict[str, Any], what: Any) -> None:

@@ -47,7 +47,9 @@ def archive_of(
         archive.step = next((step for step in steps if type(step) is int and step >= 0), None)
         optimizers = _take_optimizers(tree)
         _set_model(archive, _take_models(tree))
-        archive.extra = {str(key): value for key, value in tree.items() if value != {}}
+        rest = {str(key): value for key, value in tree.items()}
+        is_extra = "_extra_state"  # may be empty
+        archive.extra = {k: v for k, v in rest.items() if v != {} or k.endswith(is_extra)}
         _set_optimizers(archive, optimizers)
     archive.extra = named(archive.extra, "")
     return archive
