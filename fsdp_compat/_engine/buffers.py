@@ -73,14 +73,6 @@ class CastBuffers:
                     self._exact.append((buffer, exact))
                     _dtypes_before[buffer] = before
 
-    def in_full(self) -> dict[tuple[int, str], Tensor]:
-        """Return copies of the exact buffers, by (id of the module, name)."""
-        if self._current is ComputeDtype.EVAL:
-            return {}
-        return {
-            (id(module), name): value.clone() for (module, name, _), value in self._exact_values()
-        }
-
     def _exact_values(self) -> Iterator[tuple[tuple[nn.Module, str, torch.dtype], Tensor]]:
         for slot in self._slots:
             module, name, before = slot

@@ -210,7 +210,8 @@ def load_unmanaged(model: nn.Module, entries: Mapping[str, Any]) -> None:
         old: dict[str, Any] = {clean_name(name): state.pop(name) for name in names}
         state.update(entries)
         for name in entries:
-            if _torch_private.is_dtensor(like := old.get(name)):
+            like: Any = old.get(name)
+            if _torch_private.is_dtensor(like):
                 from torch.distributed.tensor import distribute_tensor  # imported already
 
                 own, places = state[name].to(like.device), (like.device_mesh, like.placements)

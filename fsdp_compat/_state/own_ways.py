@@ -29,8 +29,8 @@ def overrides(module: nn.Module, *names: str) -> bool:
     """True if a class of the module, or the module itself, has its own method of such a name."""
     kinds = [base for base in type(module).__mro__ if base is not nn.Module]
     places = [vars(kind) for kind in kinds if not kind.__module__.startswith(_NEUTRAL)]
-    places += [vars(module)] if ATTRIBUTE not in vars(module) else []  # torch patches whole models
-    return any(name in place for place in places for name in names)
+    own = vars(module) if ATTRIBUTE not in vars(module) else {}  # torch patches whole models
+    return any(name in place for place in (own, *places) for name in names)
 
 
 def saves_in_own_way(module: nn.Module) -> bool:

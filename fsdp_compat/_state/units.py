@@ -134,14 +134,6 @@ class ModelUnit:
         """False if only the first rank is to have the state dict, and this is another one."""
         return self.mesh.is_first or not getattr(self.form.state_dict_config, "rank0_only", False)
 
-    def exact_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, value in the original dtype) of the buffers that are cast for computing."""
-        exact = self.unit.buffers.in_full() if self.unit.buffers is not None else {}
-        for path, child in self.unit.module.named_modules(remove_duplicate=False) if exact else ():
-            for name in child._buffers:
-                if (id(child), name) in exact:
-                    yield clean_name(f"{path}.{name}".lstrip(".")), exact[id(child), name]
-
 
 _CONFIGS: dict[StateDictType, tuple[Any, Any]] = {
     StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),

@@ -3,6 +3,7 @@ large to hold twice."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from torch import nn
 
 from .._engine import rendezvous
 from .._state.model_state import gathered_unit
+from .._state.own_ways import exact_buffers_of
 from .._state.units import (
     Wanted,
     clean_name,
@@ -114,13 +116,13 @@ def _by_owner(model: nn.Module) -> list[_Owned]:
     for path, child in model.named_modules(remove_duplicate=False):
         if not path or model_unit_of(child) is not None:
             found.setdefault(child, _Owned(child, [], {})).paths.append(clean_name(path))
-    owners = owners_in(model)
-    for slot in unmanaged_in(model):
-        if slot.value is not None:
-            found[owners[slot.key.rpartition(".")[0]]].others[slot.name] = slot.value
-    for owned in found.values():
-        own = model_unit_of(owned.owner)
-        for name, exact in own.exact_buffers() if own is not None else ():
-            keys = [f"{path}.{name}".lstrip(".") for path in owned.paths]
-            owned.others.update((key, exact) for key in keys if key in owned.others)
+    owners, buffers = owners_in(model), dict[int, torch.Tensor]()
+    with contextlib.ExitStack() as stack:
+        for own in model_units_in(model):
+            stack.enter_context(exact_buffers_of(own.unit))
+        for slot in unmanaged_in(model):
+            if (value := slot.value) is not None:
+                if not isinstance(value, nn.Parameter):
+                    value = buffers.setdefault(id(value), value.detach())
+                found[owners[slot.key.rpartition(".")[0]]].others[slot.name] = value
     return list(found.values())

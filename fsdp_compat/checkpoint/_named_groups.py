@@ -201,18 +201,15 @@ def managed_parts(groups: Sequence[NamedGroup]) -> Iterator[HeldPart]:
 
 def unmanaged_tensors(model: nn.Module, is_written_here: bool) -> Iterator[HeldPart]:
     """Yield whole buffers and unmanaged parameters with all names. Collective for DTensors."""
-    names: dict[tuple[object, ...], list[str]] = {}
-    values: dict[str, torch.Tensor] = {}
+    found: dict[tuple[object, ...], tuple[list[str], torch.Tensor]] = {}
     for name, value in unmanaged_state(model).items():
         if isinstance(value, torch.Tensor):
             if _torch_private.is_dtensor(value):
                 value = value.full_tensor()  # type: ignore[attr-defined]
             memory = value.data_ptr() or name, tuple(value.shape), value.stride(), value.dtype
-            names.setdefault(memory, []).append(name)
-            values[name] = value.detach()
-    for shared in names.values():
-        value = values[shared[0]]
-        yield of_whole(tuple(shared), value, is_written_here)
+            found.setdefault(memory, ([], value.detach()))[0].append(name)
+    for names, value in found.values():
+        yield of_whole(tuple(names), value, is_written_here)
 
 
 def of_whole(
