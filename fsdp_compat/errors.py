@@ -10,11 +10,12 @@ to do."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import textwrap
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,9 @@ from torch import nn
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 __all__ = ["CheckpointError", "FsdpCompatError", "StateError", "UsageError"]
 
@@ -157,6 +161,32 @@ def takes(function: Callable[..., Any], num_arguments: int) -> bool:
     except ValueError:
         pass
     return True
+
+
+def with_arguments_checked(fix: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Let a function raise TypeUsageError for arguments that it does not have. fix: what to do."""
+
+    def checked(function: Callable[P, T]) -> Callable[P, T]:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                name = function.__qualname__.removesuffix(".__init__")
+                raise TypeUsageError.of(
+                    f"{name} cannot be called like this.",
+                    expected=", ".join(each for each in signature.parameters if each != "self"),
+                    got=str(error).removeprefix("got "),
+                    where=f"the arguments of {name}",
+                    fix=fix,
+                ) from None
+            return function(*args, **kwargs)
+
+        return call
+
+    return checked
 
 
 def function_or_none(name: str, given: Any, argument: str, where: str) -> Any:

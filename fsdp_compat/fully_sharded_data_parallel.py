@@ -30,7 +30,14 @@ from ._state.optim_calls import OptimStateKeyType
 from ._state.units import FSDP_WRAPPED_MODULE, clean_name
 from ._stores.flat_store import FlatParameter
 from .api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-from .errors import ValueStateError, require_bools, require_module, truth, wrong_type
+from .errors import (
+    ValueStateError,
+    require_bools,
+    require_module,
+    truth,
+    with_arguments_checked,
+    wrong_type,
+)
 from .wrap import CustomPolicy, ModuleWrapPolicy
 
 __all__ = [
@@ -112,6 +119,7 @@ class FullyShardedDataParallel(ClientAttributes):
     # Methods of the wrapped module that run like forward, see register_fsdp_forward_method.
     _forward_methods: dict[str, bool | None]
 
+    @with_arguments_checked("see examples/MIGRATING.md for DDP's and fully_shard's arguments")
     def __init__(
         self,
         module: nn.Module,

@@ -30,7 +30,13 @@ from .._engine import hooks
 from .._engine.patches import Patch, Undo
 from .._engine.runtime import live_runtimes
 from .._engine.state_store import StateStore
-from ..errors import CheckpointError, StateError, UsageError
+from ..errors import (
+    CheckpointError,
+    FsdpCompatError,
+    StateError,
+    UsageError,
+    ValueCheckpointError,
+)
 from .elementwise import warn_of_parts
 from .optim_contents import is_count
 from .reading_values import misfit
@@ -116,7 +122,8 @@ def store_of_param(parameter: nn.Parameter) -> StateStore | None:
 
 
 def cut_state(optimizer: torch.optim.Optimizer) -> None:
-    """Cut whole states to this rank's parts. Raises UsageError for untrained parameters."""
+    """Cut whole states to this rank's parts. Raises UsageError for untrained parameters,
+    CheckpointError for whole states of DTensors."""
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             place = _assigned.get(parameter) or _managed.get(parameter)
@@ -133,6 +140,10 @@ def cut_state(optimizer: torch.optim.Optimizer) -> None:
             store = store_of_param(parameter)
             if store is not None and not store.is_flattened and optimizer.state.get(parameter):
                 _cut(optimizer.state[parameter], store, place[1], parameter)
+            elif _torch_private.local_part(parameter).shape != (whole := parameter.shape):
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    if type(value) is torch.Tensor and value.shape == whole:
+                        raise _of_whole_parameters(optimizer, f"a whole tensor as {key!r}")
     _checked.add(optimizer)
 
 
@@ -200,7 +211,24 @@ def _load(
 ) -> None:
     if isinstance(state_dict, Mapping):
         _require_own(optimizer, state_dict)
-    original(state_dict)
+    try:
+        original(state_dict)
+    except ValueError as error:
+        if not isinstance(error, FsdpCompatError) and _owner_of(optimizer) is not None:
+            raise _of_whole_parameters(optimizer, str(error)) from error
+        raise
+    _checked.discard(optimizer)  # whole states are cut by the next step
+
+
+def _of_whole_parameters(optimizer: torch.optim.Optimizer, got: str) -> CheckpointError:
+    return ValueCheckpointError.of(
+        "A state dict does not fit an optimizer of sharded parameters.",
+        expected="states of this rank's parts",
+        got=got,
+        where=f"{type(optimizer).__name__}.load_state_dict",
+        fix="load FSDP.optim_state_dict_to_load(model, optimizer, state_dict), or use "
+        "fsdp_compat.checkpoint.load",
+    )
 
 
 def _owner_of(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:

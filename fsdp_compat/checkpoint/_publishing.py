@@ -143,7 +143,7 @@ def write_text(path: Path, text: str) -> None:
 # -- one result of one process
 
 
-def require_free(target: Path, call: str) -> None:
+def require_free(target: Path) -> None:
     """Raise UsageError if ``target`` exists."""
     if os.path.lexists(target):
         raise UsageError.of(
@@ -151,22 +151,22 @@ def require_free(target: Path, call: str) -> None:
             expected="a path that does not exist yet",
             got="a directory" if target.is_dir() else "a file",
             where=str(target),
-            fix=f"pass another target to {call}, or remove this one",
+            fix="pass another target, or remove this one",
         )
 
 
 @contextlib.contextmanager
-def published(target: Path, call: str) -> Iterator[Path]:
+def published(target: Path) -> Iterator[Path]:
     """Yield a path for content that is durable at the end and then renamed to ``target``; after an
     error nothing is left. Raises UsageError if ``target`` exists, and OSError."""
-    require_free(target, call)
+    require_free(target)
     target = target.absolute()
     owned = make_fresh(hidden_beside(target, uuid.uuid4().hex))
     assert owned is not None  # nothing else has its name
     try:
         remove_leftovers(target.parent, re.escape(target.name[:50]))
         yield owned.content
-        require_free(target, call)
+        require_free(target)
         owned.publish(target)
     finally:
         owned.discard()

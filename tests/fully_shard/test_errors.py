@@ -102,6 +102,7 @@ def _more_bad_arguments() -> Iterator[Case]:
     yield "no function", TypeError, lambda m: shard(m, shard_placement_fn=Shard(0))
     yield "policy of FSDP1", TypeError, lambda m: shard(m, mp_policy=MixedPrecision())
     yield "no policy", TypeError, lambda m: shard(m, mp_policy=torch.bfloat16)
+    yield "argument of FSDP1", TypeError, lambda m: shard(m, use_orig_params=True)
     yield "offload of FSDP1", TypeError, lambda m: shard(m, offload_policy=CPUOffload(True))
     yield "no offload policy", TypeError, lambda m: shard(m, offload_policy=True)
     yield "ignored names", TypeError, lambda m: shard(m, ignored_params={"stem.weight"})
@@ -130,6 +131,21 @@ def test_wrong_arguments_are_refused_and_change_nothing(ranks: int) -> None:
     one_backward(model, torch.ones(2, DIM))
     assert all(p.grad is not None for p in model.parameters())
     assert problems == []
+
+
+@on_ranks(2)
+def test_states_of_whole_parameters_are_refused_by_name_of_what_cuts_them() -> None:
+    plain = nn.Linear(4, 4)
+    model = api.fully_shard(copy.deepcopy(plain))
+    optimizers = [torch.optim.Adam(each.parameters()) for each in (plain, model)]
+    plain(torch.ones(1, 4)).sum().backward()
+    optimizers[0].step()
+    optimizers[1].load_state_dict(optimizers[0].state_dict())
+    model(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(
+        RuntimeError, match="optim_state_dict_to_load" if api.name == "ours" else ""
+    ):
+        optimizers[1].step()
 
 
 # -- moments

@@ -262,6 +262,25 @@ def test_ranks_load_whole_values_in_turns_and_raise_alone(config: Config) -> Non
         assert_state(full_state(model, optimizer)["state"], state["state"])
 
 
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@on_ranks(2)
+def test_whole_states_without_optim_state_dict_to_load_are_cut_or_refused(
+    use_orig_params: bool,
+) -> None:
+    model, optimizer = sharded(("FULL_SHARD", use_orig_params, "blocks"), steps=1)
+    state = full_state(model, optimizer)
+    if not use_orig_params:
+        with refuses(CheckpointError, "optim_state_dict_to_load"):
+            optimizer.load_state_dict(state)
+        return
+    train(model, optimizer, range(1, 2))
+    wanted = full_state(model, optimizer)
+    other, its = sharded(("FULL_SHARD", use_orig_params, "blocks"), steps=1)
+    its.load_state_dict(state)
+    train(other, its, range(1, 2))
+    assert_equal_states(full_state(other, its), wanted)
+
+
 @pytest.mark.parametrize("config", FEW_CONFIGS[:2])
 @on_ranks(2)
 def test_a_dict_missing_or_refused_on_one_rank_is_refused_on_all(config: Config) -> None:

@@ -101,7 +101,7 @@ def warn_of_large_unit(owned: Mapping[nn.Module, Collection[nn.Parameter]]) -> N
             f"One unit, a {type(unit).__name__}, holds {numels[unit] / total:.0%} of the "
             f"parameters, and unshards them at the same time. It repeats {', '.join(split)}: pass "
             'auto_wrap_policy="auto" to make each of these a unit.',
-            stacklevel=5,
+            stacklevel=6,
         )
 
 

@@ -144,7 +144,7 @@ def _warn_of_containers(units: Iterable[nn.Module]) -> None:
             warnings.warn(
                 f"A wrapped {type(unit).__name__} has no forward, so nothing unshards the "
                 "parameters of its modules. Wrap these modules, or one around them.",
-                stacklevel=4,
+                stacklevel=5,
             )
 
 
@@ -155,7 +155,7 @@ def _warn_of_policy(module: nn.Module, settings: Settings) -> None:
             f"auto_wrap_policy chooses no module in the {type(module).__name__}, so all its "
             "parameters are unsharded at the same time. Name classes of modules in the model, such "
             "as its layers, or leave the policy out.",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

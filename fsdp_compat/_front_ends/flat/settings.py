@@ -213,6 +213,12 @@ def _mesh(
         if not isinstance(device_mesh, DeviceMesh):
             expected = "a torch.distributed.device_mesh.DeviceMesh"
             raise _wrong_type("device_mesh", expected, device_mesh)
+        if not hybrid and device_mesh.size(0) == 1 < device_mesh.size():
+            warnings.warn(
+                f"{strategy.name} shards over the first dimension of a mesh, here 1 rank of "
+                f"{device_mesh.size()}. Pass HYBRID_SHARD, or a mesh of the ranks to shard over.",
+                stacklevel=6,
+            )
         device_mesh = device_mesh if hybrid else first_dimension(device_mesh)
         mesh = mesh_from_device_mesh(device_mesh, strategy=strategy.name)
         group = device_mesh.get_group(device_mesh.ndim - 1)
@@ -287,7 +293,7 @@ def _device(module: nn.Module, device_id: Any, group: dist.ProcessGroup) -> torc
                 f"The {type(module).__name__} is on the CPU and will be trained there, although "
                 "this process has an accelerator. Pass device_id= to train on that, or "
                 "device_id=torch.device('cpu').",
-                stacklevel=5,
+                stacklevel=6,
             )
         return _indexed(device)
     accelerator, count = torch.accelerator.current_accelerator(), torch.accelerator.device_count()
@@ -375,7 +381,7 @@ def _ignored(
             f"{name} contains the {type(module).__name__} that is being wrapped, so none of its "
             "parameters is sharded and none of its gradients is averaged over the ranks. Leave it "
             f"out of {name}, or do not wrap it.",
-            stacklevel=5,
+            stacklevel=6,
         )
     return frozenset(modules), frozenset(parameters)
 

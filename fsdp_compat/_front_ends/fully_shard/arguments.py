@@ -121,7 +121,7 @@ def reshard_of(given: Any, mesh: DataMesh) -> tuple[bool | None, int]:
         warnings.warn(
             "reshard_after_forward=1 keeps whole parameters after forward, as "
             "reshard_after_forward=False does; pass True to reshard them over all ranks.",
-            stacklevel=4,
+            stacklevel=5,
         )
         return False, 0
     return True, 0 if given == ranks else given

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..._engine.runtime import run_as_forward
-from ...errors import UsageError
+from ...errors import UsageError, with_arguments_checked
 from . import state
 from .api import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, ShardPlacementResult
 from .module import FSDPModule, shard_class
@@ -52,6 +52,7 @@ def fully_shard(
 ) -> list[FSDPModule]: ...
 
 
+@with_arguments_checked("see examples/MIGRATING.md for FullyShardedDataParallel's arguments")
 def fully_shard(
     module: Any,
     *,

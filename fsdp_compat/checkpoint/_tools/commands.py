@@ -428,6 +428,6 @@ def _convert(**given: Any) -> None:
 def shapes_command(factory: str, output: Path) -> None:
     """Write the shapes of a model's parameters as JSON, for --shapes. FUNCTION takes no
     arguments and returns the model, which is made on the meta device: without memory."""
-    with published(output, "shapes") as path:
+    with published(output) as path:
         write_text(path, shapes_from_callable(factory).as_text())
     click.echo(shown(str(output)))

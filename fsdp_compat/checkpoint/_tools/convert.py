@@ -117,7 +117,7 @@ def convert(
     written. Warns (UserWarning) of values of the source that the target does not hold.
     """
     path = Path(target)
-    require_free(path, _CALL)
+    require_free(path)
     to = _format_of(path, to)
     require_arguments(
         _CALL,
@@ -159,7 +159,7 @@ def convert(
     total = sum(nbytes_to_write(tensor) for _, tensor in wanted.all_tensors())
     with (
         Files(archive.checksums) as files,
-        published(path, _CALL) as hidden,
+        published(path) as hidden,
         progress_bar(progress, f"{to} {path.name}", total) as tick,
     ):
         options = WriteOptions(

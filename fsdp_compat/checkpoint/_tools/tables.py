@@ -192,7 +192,8 @@ def _verdict(found: Verification) -> str:
 def _facts_of_verification(found: Verification) -> Iterator[tuple[str, str]]:
     yield "path", str(found.path)
     yield "kind", found.kind
-    yield "tensors", f"{len(found.tensors):,}, {nbytes_text(found.nbytes)}"
+    if found.tensors or not found.problems:  # which may prevent that they are known
+        yield "tensors", f"{len(found.tensors):,}, {nbytes_text(found.nbytes)}"
     yield "checksums", f"{found.num_checksums:,} compared" if found.num_checksums else "none"
 
 

@@ -459,6 +459,7 @@ FSDP(m, sharding_strategy=HYBRID, process_group=(world(),)) | process_group; tup
 FSDP(m, sharding_strategy=HYBRID, process_group=(world(), None)) | process_group
 FSDP(m, process_group=destroyed()) | process_group; destroyed
 FSDP(m, device_mesh=world()) | device_mesh
+FSDP(m, device_ids=[0]) | device_ids; use_orig_params; MIGRATING | UsageError TypeError
 FSDP(m, sharding_strategy="FULL_SHARD") | sharding_strategy; pass ShardingStrategy.FULL_SHARD
 FSDP(m, cpu_offload=True) | cpu_offload; pass CPUOffload(offload_params=True)
 FSDP(m, cpu_offload=CPUOffload(offload_params="yes")) | offload_params; 'yes'
@@ -588,6 +589,7 @@ optim_state(m, o, {}) | 'state'; 'param_groups'
 optim_state(m, o, {"state": {99: {"step": 1}}, "param_groups": [{"params": [99]}]}) | 99
 optim_state(m, o, {**o.state_dict(), "state": {0: 3}}) | optim_state_dict; 3
 optim_state(m, o, None, 3) | group; 3
+o.load_state_dict(optim_state(m, o)) | optim_state_dict_to_load; size | CheckpointError ValueError
 summoned(m, lambda: optim_state(m, o)) | summon_full_params | StateError
 summoned(m, lambda: o.step()) | summon_full_params; step | StateError
 to_load(optim_state(m, o), m, o) | optim_state_dict_to_load(model, optim, optim_state_dict)
