@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import errno
 import fcntl
 import mmap
 import os
@@ -117,11 +116,6 @@ def _mapped(path: Path) -> mmap.mmap:
     process. Locks it until the process ends. Raises BlockingIOError if another one has, OSError."""
     with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        try:
-            os.posix_fallocate(file.fileno(), 0, _NBYTES)
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-                raise
         file.write(bytes(_NBYTES))
         file.truncate()
         return mmap.mmap(file.fileno(), _NBYTES)

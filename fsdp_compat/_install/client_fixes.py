@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from .._engine.on_import import PatchOnImport
-from .._engine.patches import Undo, around_function
+from .._engine.patches import Undo
 from .._state.units import clean_name
 from ..api import FullStateDictConfig, StateDictType
 from ..fully_sharded_data_parallel import FullyShardedDataParallel
@@ -127,19 +127,20 @@ def _apply(module: types.ModuleType) -> list[Undo]:
     name, fix = module.__name__, _FIXES[module.__name__]
     there = [each for each in fix.functions + fix.also if callable(vars(module).get(each))]
     if missing := [each for each in fix.functions if each not in there]:
-        warnings.warn(
-            f"{name} has no {' and no '.join(missing)}, so fsdp_compat cannot make sure that "
-            f"{fix.what}. To do: check such files once, or use a version of the client that is "
-            "named in examples/MIGRATING.md.",
-            stacklevel=2,
-        )
+        with contextlib.suppress(UserWarning):  # as an error, it would fail the client's import
+            warnings.warn(
+                f"{name} has no {' and no '.join(missing)}, so fsdp_compat cannot make sure that "
+                f"{fix.what}. To do: check such files once, or use a version of the client that is "
+                "named in examples/MIGRATING.md.",
+                stacklevel=2,
+            )
     undo: list[Undo] = []
     for each in there:
         log.changed("%s.%s fixed: %s", name, each, fix.what)
         original = vars(module)[each]
-        around_function(module, each, fix.call)
-        _swap(each, original, vars(module)[each])
-        undo.append(functools.partial(_swap, each, vars(module)[each], original))
+        fixed = functools.wraps(original)(functools.partial(fix.call, original))
+        _swap(each, original, fixed)
+        undo.append(functools.partial(_swap, each, fixed, original))
     return undo
 
 

@@ -30,13 +30,7 @@ from .._engine import hooks
 from .._engine.patches import Patch, Undo
 from .._engine.runtime import live_runtimes
 from .._engine.state_store import StateStore
-from ..errors import (
-    CheckpointError,
-    FsdpCompatError,
-    StateError,
-    UsageError,
-    ValueCheckpointError,
-)
+from ..errors import CheckpointError, StateError, UsageError, ValueCheckpointError
 from .elementwise import warn_of_parts
 from .optim_contents import is_count
 from .reading_values import misfit
@@ -143,7 +137,7 @@ def cut_state(optimizer: torch.optim.Optimizer) -> None:
             elif _torch_private.local_part(parameter).shape != (whole := parameter.shape):
                 for key, value in optimizer.state.get(parameter, {}).items():
                     if type(value) is torch.Tensor and value.shape == whole:
-                        raise _of_whole_parameters(optimizer, f"a whole tensor as {key!r}")
+                        raise _not_own(optimizer, f"a whole tensor as {key!r}")
     _checked.add(optimizer)
 
 
@@ -214,20 +208,25 @@ def _load(
     try:
         original(state_dict)
     except ValueError as error:
-        if not isinstance(error, FsdpCompatError) and _owner_of(optimizer) is not None:
-            raise _of_whole_parameters(optimizer, str(error)) from error
-        raise
+        if _owner_of(optimizer) is None:
+            raise
+        raise _not_own(optimizer, str(error)) from error
     _checked.discard(optimizer)  # whole states are cut by the next step
 
 
-def _of_whole_parameters(optimizer: torch.optim.Optimizer, got: str) -> CheckpointError:
+def _not_own(
+    optimizer: torch.optim.Optimizer, got: str, expected: str = "this rank's parts"
+) -> CheckpointError:
     return ValueCheckpointError.of(
-        "A state dict does not fit an optimizer of sharded parameters.",
-        expected="states of this rank's parts",
+        "An optimizer's own state dict belongs to one rank.",
+        expected=expected,
         got=got,
-        where=f"{type(optimizer).__name__}.load_state_dict",
-        fix="load FSDP.optim_state_dict_to_load(model, optimizer, state_dict), or use "
-        "fsdp_compat.checkpoint.load",
+        where=f"{type(optimizer).__name__}.load_state_dict"
+        + (f", global rank {dist.get_rank()}" if dist.is_initialized() else ""),
+        fix="save FSDP.optim_state_dict(model, optimizer), and load what optim_state_dict_to_load "
+        "makes of it, or use fsdp_compat.checkpoint: any number of ranks can load them. To load "
+        "what optimizer.state_dict() returned, save it on every rank, and load this rank's file in "
+        "an equal layout",
     )
 
 
@@ -262,16 +261,7 @@ def _require_own(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
         for value in state.values() if isinstance(state, Mapping) else ():
             got = got or misfit(value) or ""
     if got:
-        raise CheckpointError.of(
-            "An optimizer's own state dict belongs to one rank.",
-            expected=expected,
-            got=got,
-            where=f"{type(optimizer).__name__}.load_state_dict"
-            + (f", global rank {dist.get_rank()}" if dist.is_initialized() else ""),
-            fix="save FSDP.optim_state_dict(model, optimizer), or use fsdp_compat.checkpoint: "
-            "any number of ranks can load them. To load what optimizer.state_dict() returned, "
-            "save it on every rank, and load this rank's file in an equal layout",
-        )
+        raise _not_own(optimizer, got, expected)
 
 
 def _described(owner: Mapping[str, Any] | None) -> str:

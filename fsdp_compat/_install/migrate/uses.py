@@ -344,9 +344,8 @@ class Uses:
 
 def _is_optimizer(source: Source, value: ast.AST | None) -> bool:
     names = source.imported(value.func) if isinstance(value, ast.Call) else set()
-    others = (".lr_scheduler", ".swa_utils")
-    names = {name for name in names if not any(other in name for other in others)}
-    return any(name.startswith("torch.optim.") for name in names)
+    others = ("torch.optim.lr_scheduler", "torch.optim.swa_utils")
+    return any(name.startswith("torch.optim.") and not name.startswith(others) for name in names)
 
 
 # -- Conditions that may hold on some ranks only. The rank is whatever is called ``...rank``. For a
