@@ -28,7 +28,7 @@ _GRAD, _NONES = itertools.repeat("grad"), itertools.repeat(None)
 class _Recorded(typing.NamedTuple):
     grad: Tensor
     version: int
-    is_shown: bool  # zeros, until the next backward
+    is_shown: bool  # zeros with a minus sign, until the next backward
 
 
 class ShardedGrads:
@@ -46,6 +46,8 @@ class ShardedGrads:
         others they run at the end of backward: until then, ranks of a host may read shards."""
         self._dtype, self.is_dtensor = grad_dtype or store.dtype, is_dtensor
         self._params: list[nn.Parameter] = [param for param, _ in store.sharded_params]
+        # Those whose hooks run at the end of backward
+        self.late_params = () if is_dtensor else tuple(self._params)
         # Parameters that this rank has no part of never have gradients here, nor optimizer state.
         # DTensors have empty gradients instead.
         self._absent = frozenset(
@@ -99,20 +101,15 @@ class ShardedGrads:
             axes.settle(what)
             _torch_private.run_post_accumulate_hooks(params)
 
-    @property
-    def have_hooks(self) -> bool:
-        """True if users' hooks are to run at the end of backward."""
-        return not self.is_dtensor and _torch_private.have_post_accumulate_hooks(self._params)
-
     def step_in_backward(self) -> None:
         """Run the user's post-accumulate hooks, on every rank with an empty gradient if it has no
         part of a parameter; and the optimizers that step in backward, and drop their gradients."""
         for position, param in enumerate(self._params):
-            if not self.is_dtensor and param.requires_grad:
-                if position in self._absent:
+            if self.late_params and param.requires_grad:
+                if is_absent := position in self._absent:
                     param.grad = torch.zeros_like(param, dtype=self._dtype)
                 _torch_private.run_post_accumulate_hooks((param,))
-                if position in self._absent:
+                if is_absent:
                     param.grad = None
             optimizers = _torch_private.optimizers_in_backward(param)
             if optimizers and param.grad is not None:
@@ -126,36 +123,43 @@ class ShardedGrads:
     def record(self, zeros: Sequence[Tensor | None] = ()) -> None:
         """Record every ``.grad`` after a backward without communication. Even parameters of which
         this rank has no part get one, so that zero_grad clears the same on all ranks. zeros: for
-        DTensors, which show them until the next backward, where ``.grad`` is None."""
+        DTensors, which show them until the next backward, where ``.grad`` is None. Their sign tells
+        zeroed ones from scaled ones."""
         self.recorded = []
         for position, param in enumerate(self._params):
-            grad, is_shown = param.grad, False
-            if grad is None and self.is_dtensor:
-                grad = param.grad = zeros[position]
-                is_shown = True
-            elif grad is None and param.requires_grad:
-                grad = param.grad = torch.zeros_like(param, dtype=self._dtype)
-            if grad is None or not (self.is_dtensor or param.requires_grad):
-                self.recorded.append(None)
-            else:
-                self.recorded.append(_Recorded(grad, grad._version, is_shown))
+            is_shown = self.is_dtensor and param.grad is None
+            if is_shown:
+                param.grad = zeros[position]
+            elif param.grad is None and param.requires_grad:
+                param.grad = torch.zeros_like(param, dtype=self._dtype)
+            grad, is_recorded = param.grad, self.is_dtensor or param.requires_grad
+            self.recorded.append(
+                _Recorded(grad, grad._version, is_shown)
+                if grad is not None and is_recorded
+                else None
+            )
 
     def take_cleared(self) -> tuple[list[int], list[int]]:
         """Return the positions of sharded parameters whose gradients were replaced or set to None
         since ``record`` (the same on all ranks), and of those whose gradients were zeroed in place
         (which depends on this rank's part); and forget what was recorded."""
-        replaced, zeroed = list[int](), list[int]()
+        replaced, zeroed, empty = list[int](), list[int](), list[int]()
         for position, (param, before) in enumerate(zip(self._params, self.recorded, strict=True)):
             if before is None:
                 continue
             if param.grad is not before.grad:
                 replaced.append(position)
                 continue
-            is_written = before.grad._version != before.version
-            if is_written and not _torch_private.local_part(before.grad).any():
-                zeroed.append(position)
-                is_written = False
-            if before.is_shown and not is_written:
+            if before.grad._version != before.version:
+                local = _torch_private.local_part(before.grad)
+                if local.any():
+                    continue
+                if before.is_shown and not local.numel():
+                    empty.append(position)
+                elif not (before.is_shown and local.signbit().any()):
+                    zeroed.append(position)
+            if before.is_shown:
                 param.grad = None
         self.recorded = []
-        return replaced, zeroed
+        # Nothing tells why an empty part was written to: it follows the others.
+        return replaced, zeroed + (empty if zeroed else [])

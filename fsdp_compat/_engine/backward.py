@@ -248,13 +248,13 @@ class BackwardRunner:
         with torch.no_grad():
             self._gathering.end_backward()
             # gradients that came after their unit's post-backward, or without one
-            late = self._checks.changes.groups_with_gradients()
+            others = self._checks.changes.groups_with_gradients()
             for unit in reversed(self._units):  # the root last: its buffer is the largest
                 if (
                     unit.calls
                     or unit.residency is not Residency.SHARDED
                     or any(map(_received, unit.groups))
-                    or not late.isdisjoint(unit.groups)
+                    or not others.isdisjoint(unit.groups)
                 ):
                     self._post_backward(unit, backward, at_end=True)
             for unit in self._units:
@@ -277,8 +277,9 @@ class BackwardRunner:
             self._communicators.flush("gradients and parameters that this rank has sent")
             self._gathering.mapped.end(Pass.BACKWARD)
         self._current, self.is_open = _no_backward, False
-        if _torch_private.has_optimizers_in_backward() or any(
-            gradients.sharded.have_hooks for gradients in self._every
+        late = itertools.chain.from_iterable([each.sharded.late_params for each in self._every])
+        if _torch_private.has_optimizers_in_backward() or (
+            _torch_private.have_post_accumulate_hooks(late)
         ):
             self._step_optimizers(backward)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -156,20 +156,20 @@ def on_gradient_of_output(tensor: Tensor, call: Call) -> None:
     tensor.register_hook(hook)
 
 
-def on_hooked_tensors(modules: Iterable[nn.Module], runtime: Any) -> None:
-    """Let tensors that users' forward hooks on the modules see leave the running calls.
+def on_hooked_tensors(unit: Unit) -> None:
+    """Let tensors that users' forward hooks on the unit's modules see leave the running calls.
 
-    Our hooks look up the runtime: they are copied with modules."""
-    for module in modules:
+    Our hooks look up the unit: they are copied with modules."""
+    for module in unit.attributes.modules:
         registered = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
         if any(map(_is_users, registered)):
             if module not in _seen:
-                module.register_forward_pre_hook(_before_hooks, prepend=True)
+                module.register_forward_pre_hook(_before_hooks, prepend=True, with_kwargs=True)
                 module.register_forward_hook(_after_forward, prepend=True)
-            _seen[module] = weakref.ref(runtime)
+            _seen[module] = weakref.ref(unit)
 
 
-_seen: WeakIdKeyDictionary = WeakIdKeyDictionary()  # {module: weak reference to a runtime}
+_seen: WeakIdKeyDictionary = WeakIdKeyDictionary()  # {module: weak reference to a unit}
 
 
 def _is_users(hook: Any) -> bool:
@@ -178,12 +178,12 @@ def _is_users(hook: Any) -> bool:
 
 
 def _let_see(module: nn.Module, value: Any) -> Any:
-    runtime = _seen[module]() if module in _seen else None
-    return value if runtime is None else runtime.let_see(value)
+    unit = _seen[module]() if module in _seen else None
+    return value if unit is None or unit.runtime is None else unit.runtime.let_see(value)
 
 
-def _before_hooks(module: nn.Module, args: Any) -> Any:
-    return _let_see(module, args)
+def _before_hooks(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return _let_see(module, (args, kwargs))
 
 
 def _after_forward(module: nn.Module, args: Any, output: Any) -> Any:

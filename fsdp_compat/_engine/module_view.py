@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from .. import _torch_private
 from ..errors import StateError
 from .bulk_dict import BulkDict, DictEntry, make_swap
-from .dtypes import OPAQUE, ComputeDtype, map_tensors, tensors_in
+from .dtypes import OPAQUE, ComputeDtype, map_tensors
 from .placeholders import Placeholders
 from .store import ModuleSlot
 from .user_changes import values_lost
@@ -358,7 +358,8 @@ class TensorAttributes:
             for m in found
         ]
         self._holders += [(m._buffers, 0) for m in found] + [(shared, 0)]
-        self._empty: dict[int, int] = {}  # sizes, by id, of values in which no tensor was found
+        # By id, outlines of values in which no tensor was found
+        self._empty: dict[int, list[object]] = {}
         self._hooks = [h for m in self.modules for h in (m._forward_hooks, m._forward_pre_hooks)]
         self._num_hooks = [0] * len(self._hooks)
 
@@ -370,8 +371,15 @@ class TensorAttributes:
 
     def change(self, change: Callable[[Tensor], Tensor]) -> None:
         """Change the tensors that are kept now. Values without tensors, like configurations and
-        vocabularies, are searched again only when their size has changed."""
-        kept: list[tuple[dict[Any, Any], Any, Any]] = [
+        vocabularies, are searched again only when their outline has changed."""
+        has_tensors = False
+
+        def changed(tensor: Tensor) -> Tensor:
+            nonlocal has_tensors
+            has_tensors = True
+            return change(tensor)
+
+        kept = [
             (attributes, name, value)
             for attributes, start in self._holders
             if len(attributes) > start
@@ -379,30 +387,27 @@ class TensorAttributes:
             if type(value) not in OPAQUE
         ]
         for attributes, name, value in kept:
-            if not isinstance(value, Tensor):
-                size = _size_of(value)
-                if self._empty.get(id(value)) == size:
-                    continue
-                if not tensors_in(value):
-                    self._empty[id(value)] = size
-                    continue
-            new = map_tensors(value, change, in_place=True)
+            outline = None if isinstance(value, Tensor) else _outline_of(value)
+            if outline is not None and self._empty.get(id(value)) == outline:
+                continue
+            has_tensors = False
+            new = map_tensors(value, changed, in_place=True)
             if new is not value:
                 attributes[name] = new
+            elif outline is not None and not has_tensors:
+                self._empty[id(value)] = outline
 
 
-def _size_of(value: Any) -> int:
-    """Return a number that changes with the items of a container or plain object, and of what it
-    directly holds if that is little; 0 for anything else."""
+def _outline_of(value: Any) -> list[object]:
+    """Return the size of a container or plain object and, if that is small, the types of what it
+    holds, with the sizes of containers: tensors that come into it change this."""
     if isinstance(value, dict):
         value = value.values()
     elif not isinstance(value, _CONTAINERS):
         value = getattr(value, "__dict__", {}).values()
-    return len(value) + (sum(map(_length_of, value)) if len(value) < _FEW else 0)
-
-
-def _length_of(value: Any) -> int:
-    return len(value) if isinstance(value, _CONTAINERS) else 0
+    if len(value) > _FEW:
+        return [len(value)]
+    return [*map(type, value), *(len(each) for each in value if type(each) in _CONTAINERS)]
 
 
 _CONTAINERS, _FEW = (list, tuple, dict, set, collections.deque), 200

@@ -92,8 +92,8 @@ class Runtime:
             try:
                 args, kwargs = self.pre_forward(call, unit, args, kwargs)
                 if unit.attributes.has_new_hooks():
-                    hooks.on_hooked_tensors(unit.attributes.modules, self)
-                call.begin(unit)
+                    hooks.on_hooked_tensors(unit)
+                call.age = _torch_private.next_age()
                 _torch_private.set_compiler(compiler)
                 output = function(*args, **kwargs)
             except BaseException as error:
@@ -106,7 +106,11 @@ class Runtime:
                     self.post_forward(call, unit, has_raised=True)
                 raise
             _torch_private.set_compiler(None)
-            output = map_tensors(output, functools.partial(call.let_leave, is_output=True), True)
+            if type(output) is Tensor:
+                output = call.let_leave(output, True)
+            else:
+                leave = functools.partial(call.let_leave, is_output=True)
+                output = map_tensors(output, leave, in_place=True)
             unit.attributes.change(call.let_leave)
             for value in (*args, *kwargs.values()):
                 if type(value) is not Tensor or value.grad_fn is not None:
@@ -193,7 +197,7 @@ class Runtime:
     def let_see(self, value: Any) -> Any:
         """Return what a user's hook on a module sees: its tensors leave the running calls."""
         for call in self._stack:
-            value = map_tensors(value, call.let_leave)
+            value = map_tensors(value, call.let_leave, in_place=True)
         return value
 
     def post_forward(self, call: Call, unit: Unit, has_raised: bool = False) -> None:

@@ -155,7 +155,6 @@ class GroupMemory:
             )
             copy = store.copies(self.all_gather_output, self.unsharded_params)
             self._copy = (_split_of(copy) if has_streams(device) else None) or copy
-        self.has_copies = self._copy is not None
         # The parameters view it instead of an all-gather output, or are copied out of it.
         self.mapping: ShardMapping | None = None
         self._num_writes = 0  # to mapped parameters
@@ -163,9 +162,14 @@ class GroupMemory:
         self.keeps_storage = False  # `free` leaves the memory of the parameters
         self.free()
         self._views = [_torch_private.local_part(param) for param in self.unsharded_params]
+        self.keys = frozenset(map(_torch_private.storage_key, self._views))
         # In an empty storage the address is the distance from its beginning.
         self._offsets = list(map(Tensor.data_ptr, self._views))
         self.segments = Segments(self.all_gather_output, ranks)  # [S] each
+
+    @property
+    def has_copies(self) -> bool:
+        return self._copy is not None
 
     @property
     def views_mapping(self) -> bool:
@@ -196,6 +200,7 @@ class GroupMemory:
         params = store.make_unsharded_params(self.all_gather_output)
         for view, param in zip(self._views, params, strict=True):
             view.data = _torch_private.local_part(param).data
+        self.keys = frozenset(map(_torch_private.storage_key, self._views))
         self._buffer = Storage(output[:0].clone())
         self._num_writes = self._count_writes()
 

@@ -79,13 +79,7 @@ class Call:
         self.counted = False  # among the unit's running calls
         self.leaving: list[torch.Tensor] = []  # tensors in the graph that leave the call
         self.age = 0  # of its first node in the graph
-        self._params: list[int] = []  # storages of the unsharded parameters
         self.seen_by = -1  # serial of the last backward that reached the call
-
-    def begin(self, unit: Unit) -> None:
-        """The parameters are unsharded: forward begins."""
-        self.age = _torch_private.next_age()
-        self._params = [_torch_private.storage_key(g.unsharded_params[0]) for g in unit.groups]
 
     def let_leave(self, tensor: torch.Tensor, is_output: bool = False) -> torch.Tensor:
         """Return a tensor that leaves the call, in a copy if its memory is that of parameters,
@@ -94,17 +88,17 @@ class Call:
         node = tensor.grad_fn
         if node is not None and not is_output and _torch_private.age_of(node) < self.age:
             return tensor
-        key = _torch_private.storage_key(tensor)
-        if key in self._params and (is_output or not self._is_shard(key)):
-            tensor = tensor.clone()
+        unit, key = self.unit or self.hold_unit(), _torch_private.storage_key(tensor)
+        for group in unit.groups:
+            memory = group.memory
+            if key in memory.keys and (is_output or not memory.aliased):
+                tensor = tensor.clone()
+                break
         if torch.is_grad_enabled():
-            layers = _torch_private.layers_of(tensor)
-            self.leaving += [t for t in layers if t.requires_grad and t.grad_fn is not None]
+            for layer in _torch_private.layers_of(tensor):
+                if layer.requires_grad and layer.grad_fn is not None:
+                    self.leaving.append(layer)
         return tensor
-
-    def _is_shard(self, storage: int) -> bool:
-        groups = self.unit.groups if self.unit is not None else ()
-        return any(_torch_private.storage_key(g.store.shard) == storage for g in groups)
 
     @property
     def has_run_backward(self) -> bool:

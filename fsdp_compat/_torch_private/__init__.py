@@ -10,7 +10,7 @@ import importlib
 import itertools
 import operator
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -104,7 +104,7 @@ def optimizers_in_backward(parameter: nn.Parameter) -> Sequence[torch.optim.Opti
 _post_accumulate_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
 
 
-def have_post_accumulate_hooks(params: Sequence[torch.Tensor]) -> bool:
+def have_post_accumulate_hooks(params: Iterable[torch.Tensor]) -> bool:
     return any(map(_post_accumulate_hooks, params))
 
 
@@ -229,7 +229,8 @@ def replace_clipping(
 def storage_key(tensor: torch.Tensor) -> int:
     """Return the identity of a tensor's storage object, whose data pointer is null while freed; 0
     for one without, such as a sparse tensor."""
-    tensor = local_part(tensor)
+    if type(tensor) is not torch.Tensor:
+        tensor = local_part(tensor)
     while _is_wrapped(tensor):  # of torch.func: there is no public way to the tensor inside
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
@@ -242,13 +243,11 @@ _transform: Callable[[], object] = torch._C._functorch.peek_interpreter_stack  #
 def layers_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return a tensor and, in transforms of torch.func and forward-mode derivatives, those that
     hold its values and derivatives: each may be in a graph."""
-    layers = [tensor]
-    if _transform() is not None or forward_ad._current_level >= 0:
-        for layer in layers:
-            is_dual = forward_ad._current_level >= 0
-            tangent = forward_ad.unpack_dual(layer).tangent if is_dual else None
-            inside = torch._C._functorch.get_unwrapped(layer) if _is_wrapped(layer) else None
-            layers += [each for each in (tangent, inside) if each is not None]
+    layers, has_duals = [tensor], forward_ad._current_level >= 0
+    for layer in layers if has_duals or _transform() is not None else ():
+        tangent = forward_ad.unpack_dual(layer).tangent if has_duals else None
+        inside = torch._C._functorch.get_unwrapped(layer) if _is_wrapped(layer) else None
+        layers += [each for each in (tangent, inside) if each is not None]
     return layers
 
 

@@ -229,6 +229,7 @@ class LeavesAside(Block):
     def __init__(self, how: str) -> None:
         super().__init__()
         self.how, self.given, self.kept = how, Given(), [Given()]
+        self.later: dict[str, Tensor | None] = {}
         self.register_buffer("memory", torch.zeros(4, DIM), persistent=False)
         if how == "a hook":
             hooked: list[Tensor] = []
@@ -245,6 +246,8 @@ class LeavesAside(Block):
             self.given.tensors = [hidden, self.up.weight[:1]]
         elif self.how == "a list in an attribute":
             self.kept[0] = Given(hidden, self.up.weight[:1])
+        elif self.how == "a dict without tensors, at first":
+            self.later["hidden"] = hidden * weight if x.requires_grad else None
         elif self.how == "a buffer":
             self.memory = hidden * weight
         elif self.how == "a global list":
@@ -264,6 +267,9 @@ class LeftAside(nn.Module):
         given, left = Given(), []
         for block in self.blocks:
             into = torch.zeros_like(x)
+            if self.how == "a dict without tensors, at first":
+                block(x.detach(), given, into)
+                x = x.clone().requires_grad_()
             x = block(x, given, into)
             inner = getattr(block, "module", block)
             left.append(
@@ -276,6 +282,7 @@ class LeftAside(nn.Module):
                     "a list in an attribute": lambda b=inner: (
                         b.kept[0].tensors[0] * b.kept[0].tensors[1].mean()
                     ),
+                    "a dict without tensors, at first": lambda b=inner: b.later["hidden"],
                     "a buffer": lambda b=inner: b.memory,
                     "a global list": lambda: elsewhere.pop(),
                     "a hook": lambda b=inner: b.kept_by_hook()[:, :DIM],
@@ -285,7 +292,8 @@ class LeftAside(nn.Module):
 
 
 WAYS_ASIDE = ("an argument", "a tensor that is an argument", "an object in an attribute")
-WAYS_ASIDE += ("a list in an attribute", "a buffer", "a global list", "a hook")
+WAYS_ASIDE += ("a list in an attribute", "a dict without tensors, at first")
+WAYS_ASIDE += ("a buffer", "a global list", "a hook")
 
 
 def _two_forwards_one_backward(m: nn.Module, x: Tensor) -> Tensor:
