@@ -226,7 +226,7 @@ class Gradients:
             assert self._buffer is not None
             form, shard = self._buffer.form, self._store.shard
             dtype = self._grad_dtype or form.dtype
-            zeros = form.grads(torch.full((form.numel,), -0.0, dtype=dtype, device=shard.device))
+            zeros = form.grads(shard.new_full((form.numel,), -0.0, dtype=dtype))
             zeros = [g if index in self.received else None for index, g in enumerate(zeros)]
         self.sharded.record(zeros)
 

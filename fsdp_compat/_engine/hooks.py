@@ -164,8 +164,8 @@ def on_hooked_tensors(unit: Unit) -> None:
         registered = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
         if any(map(_is_users, registered)):
             if module not in _seen:
-                module.register_forward_pre_hook(_before_hooks, prepend=True, with_kwargs=True)
-                module.register_forward_hook(_after_forward, prepend=True)
+                module.register_forward_pre_hook(_let_see, prepend=True, with_kwargs=True)
+                module.register_forward_hook(_let_see, prepend=True, with_kwargs=True)
             _seen[module] = weakref.ref(unit)
 
 
@@ -177,17 +177,12 @@ def _is_users(hook: Any) -> bool:
     return package not in ("torch", __name__.partition(".")[0])
 
 
-def _let_see(module: nn.Module, value: Any) -> Any:
+def _let_see(module: nn.Module, *seen: Any) -> Any:
+    """seen: arguments and keyword arguments; after forward, its output as well."""
     unit = _seen[module]() if module in _seen else None
-    return value if unit is None or unit.runtime is None else unit.runtime.let_see(value)
-
-
-def _before_hooks(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    return _let_see(module, (args, kwargs))
-
-
-def _after_forward(module: nn.Module, args: Any, output: Any) -> Any:
-    return _let_see(module, output)
+    if unit is None or unit.runtime is None:
+        return None
+    return unit.runtime.let_see(seen if len(seen) == 2 else seen[2])
 
 
 def on_gradients_of_inputs(
@@ -244,12 +239,11 @@ def on_gradient_of_param(unit: Unit, group: Group, index: int, param: nn.Paramet
 
 def on_gradients_of_small_params(unit: Unit) -> None:
     """From now on, let ``on_gradient`` take the gradients of small parameters as well."""
-    for group in unit.groups:
-        small = group.gradients.small
-        for index, param in zip(small.indices, small.params, strict=True):
-            if param.requires_grad and group not in _with_hooks:
-                on_gradient_of_param(unit, group, index, param)
+    for group in set(unit.groups) - set(_with_hooks):
         _with_hooks.add(group)
+        for param, index in zip(*group.gradients.small[:2], strict=True):
+            if param.requires_grad:
+                on_gradient_of_param(unit, group, index, param)
 
 
 _with_hooks: weakref.WeakSet[Group] = weakref.WeakSet()

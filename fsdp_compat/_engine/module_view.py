@@ -415,14 +415,11 @@ _CONTAINERS, _FEW = (list, tuple, dict, set, collections.deque), 200
 
 def _containers_of(function: Any) -> list[Any]:
     """Return the containers that a function reads from variables of the code around it."""
-    cells = [cell for cell in getattr(function, "__closure__", None) or () if cell != _EMPTY]
-    found = [cell.cell_contents for cell in cells]
+    cells, empty = getattr(function, "__closure__", None) or (), types.CellType()
+    found = [cell.cell_contents for cell in cells if cell != empty]
     if hasattr(function, "__code__"):
         found += map(function.__globals__.get, function.__code__.co_names)
     return [value for value in found if isinstance(value, _CONTAINERS)]
-
-
-_EMPTY = types.CellType()
 
 
 def _keeps_attributes(module: nn.Module) -> bool:

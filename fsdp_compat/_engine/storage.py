@@ -185,7 +185,7 @@ class GroupMemory:
         self.allocate_params()  # an empty storage cannot be viewed
         before = self.num_holders
         copy = [self.all_gather_output.data], [mapping.full]
-        if self.has_copies:
+        if self._copy is not None:
             copy = store.copies(mapping.full, self.unsharded_params)
         self.mapped_copy = MappedCopy(copy, passes, self.num_holders - before)
         for storage in empty:
@@ -222,7 +222,7 @@ class GroupMemory:
 
     def moved_params(self) -> list[int]:
         """Return the indices of parameters that should view the output, but were moved."""
-        if self.has_copies:
+        if self._copy is not None:
             return []
         start = 0 if self.aliased else self.all_gather_output.data_ptr()
         return [
@@ -291,7 +291,7 @@ class GroupMemory:
             if self._count_writes() != self._num_writes:
                 self.mapping.forget_writes()  # frees the copied pages
             return
-        if self.has_copies or not self.keeps_storage:
+        if self._copy is not None or not self.keeps_storage:
             self._buffer.free()
         if not self.keeps_storage:
             for storage in self._own_storages:
