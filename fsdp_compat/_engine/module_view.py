@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from .. import _torch_private
 from ..errors import StateError
 from .bulk_dict import BulkDict, DictEntry, make_swap
-from .dtypes import OPAQUE, ComputeDtype, map_tensors
+from .dtypes import OPAQUE, ComputeDtype, contents_of, map_tensors
 from .placeholders import Placeholders
 from .store import ModuleSlot
 from .user_changes import values_lost
@@ -351,15 +351,16 @@ class TensorAttributes:
         self.modules = [m for module in modules for m in module.modules()]
         found = list(filter(_keeps_attributes, self.modules))
         forwards = dict.fromkeys(vars(m).get("forward", type(m).forward) for m in found)
-        shared: dict[Any, Any] = {id(v): v for each in forwards for v in _containers_of(each)}
+        shared = {str(id(v)): v for each in forwards for v in _containers_of(each)}
         # (attributes of a module, number of the first ones that are nn.Module's own)
         self._holders: list[tuple[dict[Any, Any], int]] = [
             (m.__dict__, sum(1 for _ in itertools.takewhile(_INTERNAL.__contains__, m.__dict__)))
             for m in found
         ]
         self._holders += [(m._buffers, 0) for m in found] + [(shared, 0)]
-        # By id, outlines of values in which no tensor was found
+        # By id, outlines of values in which no tensor was found; types of values without contents
         self._empty: dict[int, list[object]] = {}
+        self._opaque: set[type] = set(OPAQUE)
         self._hooks = [h for m in self.modules for h in (m._forward_hooks, m._forward_pre_hooks)]
         self._num_hooks = [0] * len(self._hooks)
 
@@ -384,9 +385,12 @@ class TensorAttributes:
             for attributes, start in self._holders
             if len(attributes) > start
             for name, value in itertools.islice(attributes.items(), start, None)
-            if type(value) not in OPAQUE
+            if type(value) not in self._opaque and name[:2] != "__"  # torch's own
         ]
         for attributes, name, value in kept:
+            if not isinstance(value, Tensor) and contents_of(value) is None:
+                self._opaque.add(type(value))
+                continue
             outline = None if isinstance(value, Tensor) else _outline_of(value)
             if outline is not None and self._empty.get(id(value)) == outline:
                 continue
