@@ -373,13 +373,6 @@ class TensorAttributes:
     def change(self, change: Callable[[Tensor], Tensor]) -> None:
         """Change the tensors that are kept now. Values without tensors, like configurations and
         vocabularies, are searched again only when their outline has changed."""
-        has_tensors = False
-
-        def changed(tensor: Tensor) -> Tensor:
-            nonlocal has_tensors
-            has_tensors = True
-            return change(tensor)
-
         kept = [
             (attributes, name, value)
             for attributes, start in self._holders
@@ -387,6 +380,15 @@ class TensorAttributes:
             for name, value in itertools.islice(attributes.items(), start, None)
             if type(value) not in self._opaque and name[:2] != "__"  # torch's own
         ]
+        if not kept:
+            return
+        has_tensors = False
+
+        def changed(tensor: Tensor) -> Tensor:
+            nonlocal has_tensors
+            has_tensors = True
+            return change(tensor)
+
         for attributes, name, value in kept:
             if not isinstance(value, Tensor) and contents_of(value) is None:
                 self._opaque.add(type(value))

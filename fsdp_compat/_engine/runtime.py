@@ -113,7 +113,8 @@ class Runtime:
                 output = map_tensors(output, leave, in_place=True)
             unit.attributes.change(call.let_leave)
             for value in (*args, *kwargs.values()):
-                if type(value) is not Tensor or value.grad_fn is not None:
+                node = value.grad_fn if type(value) is Tensor else call
+                if node is not None and (node is call or _torch_private.age_of(node) >= call.age):
                     map_tensors(value, call.let_leave, in_place=True)
             with _torch_private.unrecorded():
                 self.post_forward(call, unit)

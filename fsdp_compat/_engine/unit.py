@@ -88,12 +88,13 @@ class Call:
         node = tensor.grad_fn
         if node is not None and not is_output and _torch_private.age_of(node) < self.age:
             return tensor
-        unit, key = self.unit or self.hold_unit(), _torch_private.storage_key(tensor)
-        for group in unit.groups:
-            memory = group.memory
-            if key in memory.keys and (is_output or not memory.aliased):
-                tensor = tensor.clone()
-                break
+        if node is None or tensor._is_view():  # what an operator made has memory of its own
+            key = _torch_private.storage_key(tensor)
+            for group in (self.unit or self.hold_unit()).groups:
+                memory = group.memory
+                if key in memory.keys and (is_output or not memory.aliased):
+                    tensor = tensor.clone()
+                    break
         if torch.is_grad_enabled():
             for layer in _torch_private.layers_of(tensor):
                 if layer.requires_grad and layer.grad_fn is not None:
