@@ -59,29 +59,36 @@ def _penalty_alone(m: nn.Module, x: Tensor) -> Tensor:
     return backward(grad.pow(2).mean())
 
 
+def _slope_alone(m: nn.Module, x: Tensor) -> Tensor:
+    """A penalty that does not depend on the values of outputs."""
+    x = x.requires_grad_()
+    (slope,) = torch.autograd.grad(m(x).sum(), x, create_graph=True)
+    return backward((slope.norm(dim=-1) - 1).pow(2).mean())
+
+
 def _score_alone(m: nn.Module, x: Tensor) -> Tensor:
     """Sliced score matching: derivatives of second order in the loss."""
     x = x.requires_grad_()
-    (score,) = torch.autograd.grad(m(x).pow(2).sum(), x, create_graph=True)
+    (score,) = torch.autograd.grad(m(x).sum(), x, create_graph=True)
     (slope,) = torch.autograd.grad(score.sum(), x, create_graph=True)
     return backward(slope.sum() + score.pow(2).mean() / 2)
 
 
-def _penalties_accumulate(m: nn.Module, x: Tensor) -> Tensor:
+def _slopes_accumulate(m: nn.Module, x: Tensor) -> Tensor:
     with no_sync(m):
-        loss = _penalty_alone(m, x * 0.5)
-    return loss + _penalty_alone(m, x)
+        loss = _slope_alone(m, x * 0.5)
+    return loss + _slope_alone(m, x)
 
 
 class Critic(nn.Module):
-    """The last layers, which a penalty alone does not reach by outputs, belong to the root."""
+    """The first and last layers, which a penalty does not reach by outputs, belong to the root."""
 
     def __init__(self) -> None:
         super().__init__()
         self.block, self.up, self.out = Block(), nn.Linear(DIM, DIM), nn.Linear(DIM, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.up(self.block(x)).tanh())
+        return self.out(self.block(self.up(x)))
 
 
 def _takes_gradients_of_inputs(m: nn.Module, x: Tensor) -> Tensor:
@@ -101,9 +108,9 @@ def _takes_gradients_of_inputs(m: nn.Module, x: Tensor) -> Tensor:
     [
         (Stack, _loss_and_penalty),
         (Stack, _penalty_alone),
-        (Critic, _penalty_alone),
+        (Critic, _slope_alone),
         (Critic, _score_alone),
-        (Critic, _penalties_accumulate),
+        (Critic, _slopes_accumulate),
         (Stack, _takes_gradients_of_inputs),
         (Forces, one_backward),
     ],
