@@ -113,8 +113,9 @@ class Runtime:
                 output = map_tensors(output, leave, in_place=True)
             unit.attributes.change(call.let_leave)
             for value in (*args, *kwargs.values()):
-                node = value.grad_fn if type(value) is Tensor else call
-                if node is not None and (node is call or _torch_private.age_of(node) >= call.age):
+                node = value.grad_fn if type(value) is Tensor else None
+                is_older = node is not None and _torch_private.age_of(node) < call.age
+                if type(value) is not Tensor or not (node is None or is_older):
                     map_tensors(value, call.let_leave, in_place=True)
             with _torch_private.unrecorded():
                 self.post_forward(call, unit)
