@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import typing
 from collections.abc import Sequence
 
@@ -28,8 +29,9 @@ class StateStore(ParamStore, typing.Protocol):
     """A store whose state can be saved and loaded. Implementations define what has no body here.
 
     Parameters are identified by their *index* in ``orig_params``. Each rank holds one run of the
-    row-major elements of a parameter, which is also one run of the rank's shard. Each *section* is
-    a run of the shard that one layout cuts: one in a store of flat parameters, else one for each.
+    row-major elements of a parameter, or one box if it is cut along another dim than the first;
+    either is one run of the rank's shard. Each *section* is a run of the shard that one layout
+    cuts: one in a store of flat parameters, else one for each.
     """
 
     orig_params: Sequence[ParamSlots]
@@ -105,8 +107,8 @@ class StateStore(ParamStore, typing.Protocol):
     def part_in_shard(self, index: int) -> Interval:
         """Return where in this rank's shard its part of a parameter lies."""
         section = self.section_of(index)
-        part = section.layout.part_in_shard(index - section.first_param, self.rank)
-        return part.shifted(section.start)
+        number, rank = index - section.first_param, section.rank(self.rank)
+        return section.layout.part_in_shard(number, rank).shifted(section.start)
 
     def part_in_sharded_param(self, index: int) -> Interval:
         """Return where its part of a parameter lies in the sharded parameter that holds it."""
@@ -122,10 +124,8 @@ class StateStore(ParamStore, typing.Protocol):
         FlatParameter that is all padding has them."""
         if self.is_flattened:
             return True
-        cuts = [self.cut(index) for index in indices]
-        return not any(layout.params[number].numel for layout, number in cuts) or any(
-            layout.part(number, self.rank) for layout, number in cuts
-        )
+        shapes, parts = map(self.local_shape, indices), map(self.part_in_shard, indices)
+        return not any(map(math.prod, shapes)) or any(parts)
 
     def copy_in(self, index: int, value: Tensor) -> bool:
         """Copy this rank's part of a parameter into the shard. value: the whole parameter, or the

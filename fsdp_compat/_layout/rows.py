@@ -154,11 +154,15 @@ class RowLayout:
         """Return the intervals of a segment that belong to no slot, in order."""
         return between(map(self.slot, self.order), self.numel)
 
-    def section(self, index: int, name: str) -> Section:
-        """Return the section of a parameter in the shard: a flat layout in shards of whole rows.
-        Only if it is cut along the first dim or not at all: other parts are not runs of
-        elements."""
+    def section(self, index: int, name: str, rank: int) -> Section:
+        """Return the section of a parameter in the shard of ``rank``: a flat layout in shards of
+        whole rows. If these are not runs of elements, the layout holds the rank's box alone."""
         cut = self.cuts[index]
+        if cut.dim is not None and not cut.is_contiguous:
+            box = ParamSpec(name, cut.part_shape(rank), 0)
+            offsets = (*(0,) * cut.dim, cut.rows(rank).start, *(0,) * len(cut.tail))
+            layout = FlatLayout((box,), 1, max(box.numel, 1))
+            return Section(layout, self.starts[index], index, offsets)
         spec = ParamSpec(name, cut.shape, 0)
         kind = CopiedLayout if cut.dim is None else FlatLayout
         return Section(kind((spec,), self.ranks, max(cut.numel, 1)), self.starts[index], index)

@@ -155,6 +155,9 @@ class Section:
     layout: FlatLayout
     start: int  # in the shard
     first_param: int  # the index, among all parameters of the shard, of the layout's first one
+    # If the layout holds a box of one parameter, the part of this rank alone, as parts are not runs
+    # of elements: where the box starts. None: the layout cuts whole parameters over all ranks.
+    offsets: tuple[int, ...] | None = None
 
     @property
     def in_shard(self) -> Interval:
@@ -165,6 +168,10 @@ class Section:
     def params(self) -> range:
         """The indices of the layout's parameters among all parameters of the shard."""
         return range(self.first_param, self.first_param + len(self.layout.params))
+
+    def rank(self, rank: int) -> int:
+        """Return the number, in the layout, of a rank of the shard axis."""
+        return rank if self.offsets is None else 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,7 +29,7 @@ from .._engine.storage import new_shard
 from .._engine.store import ModuleSlot, ParamKind, PartialRows, ShardedParam
 from .._engine.user_changes import Addresses, values_lost
 from .._layout.rows import Cut
-from .._layout.spec import Section, aligned
+from .._layout.spec import FlatLayout, Section, aligned
 from .._torch_private import dtensor as torch_dtensor
 from ..errors import StateError, UsageError
 from .placement import RowParam, RowPlacement, require_one_kind, with_own_storage
@@ -277,19 +277,24 @@ class RowStore(StateStore):
 
     @functools.cached_property
     def sections(self) -> Sequence[Section]:
-        """One per parameter. Raises UsageError if one is not cut along its first dim."""
-        for cut, place in zip(self.layout.cuts, self.orig_params, strict=True):
-            if not (cut.is_contiguous or cut.dim is None):
-                raise UsageError.of(
-                    "This call only supports parameters cut along their first dim.",
-                    expected="Shard(0), or None, from shard_placement_fn",
-                    got=f"Shard({cut.dim}) for a parameter of shape {cut.shape}",
-                    where=f"parameter {place.name!r}",
-                    fix="save model.state_dict() with torch.distributed.checkpoint",
-                )
+        """One per parameter."""
         return [
-            self.layout.section(index, place.name) for index, place in enumerate(self.orig_params)
+            self.layout.section(index, place.name, self.rank)
+            for index, place in enumerate(self.orig_params)
         ]
+
+    def cut(self, index: int) -> tuple[FlatLayout, int]:
+        """Raises UsageError for a parameter whose parts are not runs of its elements."""
+        if self.sections[index].offsets is not None:
+            cut = self.layout.cuts[index]
+            raise UsageError.of(
+                "This call only supports parameters cut along their first dim.",
+                expected="Shard(0), or None, from shard_placement_fn",
+                got=f"Shard({cut.dim}) for a parameter of shape {cut.shape}",
+                where=f"parameter {self.orig_params[index].name!r}",
+                fix="save with fsdp_compat.checkpoint, or model.state_dict()",
+            )
+        return super().cut(index)
 
     def local_shape(self, index: int) -> tuple[int, ...]:
         return self.layout.cuts[index].shape

@@ -4,9 +4,9 @@ file, in its safetensors header, which states its rank had.
 The manifest grows with the number of parameters and of files: a flat layout gives the place of
 every element. It is written last, so a directory with one is complete.
 
-Version 1 holds whole parameters. Version 2, for tensor-parallel parameters alone, adds ``whole`` (a
-shape) and ``offsets`` to a parameter of which a group holds a part; other groups hold the other
-parts, under the same names."""
+Version 1 holds whole parameters. Version 2, for tensor-parallel parameters and those of fully_shard
+that are cut along another dim than the first, adds ``whole`` (a shape) and ``offsets`` to a
+parameter of which a group holds a part; other groups hold the other parts, under the same names."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def file_name(number: int) -> str:
 class Cut:
     """How the part of a parameter that one rank has is cut out of it."""
 
-    piece: Piece  # all of the parameter, or a tensor-parallel part
+    piece: Piece  # all of the parameter, or a part that a group of its own holds
     layout: FlatLayout  # that cuts the piece
     index: int  # in the layout
     rank: int

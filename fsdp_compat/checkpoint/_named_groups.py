@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
+import operator
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -12,12 +13,13 @@ from torch import nn
 
 from .. import _torch_private
 from .._comm.mesh import Axis, axis_of
+from .._comm.transport import Transport
 from .._engine.group import Group
 from .._engine.state_store import StateStore, store_of
 from .._engine.store import ShardedParam
 from .._engine.unit import Unit
 from .._layout.box import Box, Piece, cut_into_boxes
-from .._layout.spec import Interval, Section
+from .._layout.spec import FlatLayout, Interval, Section
 from .._state.model_state import unmanaged_state
 from .._state.sharded_values import place_of
 from .._state.units import NamedUnit, clean_name, named_sections, names_of
@@ -36,13 +38,20 @@ class NamedGroup:
     prefix: str  # of its parameters' names
     mesh: int  # groups with the same number are sharded over the same ranks
     writer: int  # rank among the replicas
-    part: int  # of the parts that tensor parallelism cuts the parameters into: this process's
+    # This process's part of the parameters, which tensor parallelism cuts into parts, and so does
+    # fully_shard along another dim than the first.
+    part: int
     num_parts: int
     is_first_tp_copy: bool  # False if an earlier rank of tensor parallelism holds the same
 
     @property
     def is_written_here(self) -> bool:
         return self.group.replica.rank == self.writer and self.is_first_tp_copy
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the layout of the section."""
+        return self.section.rank(store_of(self.group).rank)
 
     @property
     def params(self) -> range:
@@ -58,7 +67,7 @@ class NamedGroup:
 
     @property
     def numel(self) -> int:
-        """The number of elements of the section, the same on every rank."""
+        """The number of elements of the section, the same on every rank of its layout."""
         return self.section.layout.shard_numel
 
     def names(self, index: int) -> tuple[str, ...]:
@@ -66,10 +75,17 @@ class NamedGroup:
         return tuple(names_of(store_of(self.group).orig_params[index], self.prefix))
 
     def piece(self, index: int) -> Piece:
-        """Return what the group shards of a parameter: all of it, or this process's part."""
-        store = store_of(self.group)
+        """Return what the layout holds of a parameter: all of it, or this process's part."""
+        store, (layout, number) = store_of(self.group), self.cut(index)
         place = place_of(store.local_shape(index), store.parallel[index])
-        return Piece(place.whole_shape, place.origin, store.local_shape(index))
+        offsets, shape = place.origin, layout.params[number].shape
+        if self.section.offsets is not None:
+            offsets = tuple(map(operator.add, offsets, self.section.offsets))
+        return Piece(place.whole_shape, offsets, shape)
+
+    def cut(self, index: int) -> tuple[FlatLayout, int]:
+        """Return the layout that cuts the piece of a parameter, and its index in it."""
+        return self.section.layout, index - self.section.first_param
 
     def described(self, axis: int) -> FlatGroup:
         names, pieces = tuple(map(self.names, self.params)), tuple(map(self.piece, self.params))
@@ -80,7 +96,7 @@ class NamedGroup:
 def named_groups(units: Sequence[NamedUnit]) -> list[NamedGroup]:
     """Return the groups of ``units``, alike on all ranks. Raises UsageError for partial
     DTensors."""
-    meshes: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
+    meshes: dict[tuple[object, ...], int] = {}
     found: list[NamedGroup] = []
     counts = collections.Counter[str]()  # units of several modules have no prefix, as the root
     axes = tensor_parallel_axes([named.unit for named in units])
@@ -89,7 +105,8 @@ def named_groups(units: Sequence[NamedUnit]) -> list[NamedGroup]:
             name = f"{named.prefix}flat_{counts[named.prefix]}"
             counts[named.prefix] += 1
             members = group.shard.members, group.replica.members
-            split = _split_axes(named, store_of(group), section)
+            split: list[Axis | Transport] = [*_split_axes(named, store_of(group), section)]
+            split += [group.shard] if section.offsets is not None else []
             num_parts, part = math.prod(axis.ranks for axis in split), 0
             for axis in split:
                 part = part * axis.ranks + axis.rank
@@ -101,7 +118,7 @@ def named_groups(units: Sequence[NamedUnit]) -> list[NamedGroup]:
                     section,
                     name if num_parts == 1 else f"{name}.part_{part}",
                     named.prefix,
-                    meshes.setdefault(members, len(meshes)),
+                    meshes.setdefault((*members, section.offsets is not None), len(meshes)),
                     len(found) % group.replica.ranks,
                     part,
                     num_parts,
@@ -176,8 +193,9 @@ class HeldPart:
         """How the part is cut; None for an unmanaged tensor."""
         if self.place is None:
             return None
-        store, index = store_of(self.place[0].group), self.place[1]
-        return Cut(self.piece, *store.cut(index), store.rank, store.is_flattened)
+        named, index = self.place
+        is_flattened = store_of(named.group).is_flattened
+        return Cut(self.piece, *named.cut(index), named.rank, is_flattened)
 
 
 def managed_parts(groups: Sequence[NamedGroup]) -> Iterator[HeldPart]:
@@ -185,9 +203,10 @@ def managed_parts(groups: Sequence[NamedGroup]) -> Iterator[HeldPart]:
     for named in groups:
         store = store_of(named.group)
         for index in named.params:
-            part = store.part(index, store.rank)
+            layout, number = named.cut(index)
+            part = layout.part(number, named.rank)
             # Every rank may hold the one element of a 0-d parameter.
-            is_first = store.rank == 0 or part != store.part(index, 0)
+            is_first = named.rank == 0 or part != layout.part(number, 0)
             yield HeldPart(
                 named.names(index),
                 store.dtype,

@@ -229,7 +229,7 @@ class _SaveJob:
 
     def _plan(self, shared: SharedOptimizer) -> tuple[Any, ...]:
         """Return what this rank saves, for the other ranks: identity, step, shards, descriptions of
-        tensor-parallel parameters whose first shard it writes, optimizer facts and settings."""
+        parts of parameters whose first shard it writes, optimizer facts and settings."""
         own = [(n, named) for n, named in enumerate(self._groups) if named.is_written_here]
         # Relative to this rank's number, and so the same on most ranks: equal texts are sent once.
         claims = [
@@ -239,7 +239,7 @@ class _SaveJob:
         described = [
             (number, named.part, named.described(0).as_json())
             for number, named in own
-            if named.num_parts > 1 and named.group.shard.rank == 0
+            if named.num_parts > 1 and named.rank == 0
         ]
         return (
             uuid.uuid4().hex if self._ranks.number == 0 else "",
@@ -274,12 +274,12 @@ class _SaveJob:
                 axes.setdefault((mesh, writer, part), {}).setdefault(shard + rank, rank)
             for number, part, content in described:
                 parts.setdefault((number, part), content)
-        order = sorted(axes)
+        order = {key: number for number, key in enumerate(sorted(axes))}
         self._axes = tuple(tuple(rank for _, rank in sorted(axes[key].items())) for key in order)
         groups: list[FlatGroup] = []
         for number, named in enumerate(self._groups):
             for part in range(named.num_parts):
-                axis = order.index((named.mesh, named.writer, part))
+                axis = order[named.mesh, named.writer, part]
                 if named.num_parts == 1:
                     groups.append(named.described(axis))
                 else:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat import MixedPrecision, StateDictType, checkpoint
+from fsdp_compat import MixedPrecision, StateDictType, checkpoint, fully_shard
 from fsdp_compat.checkpoint._blocks import BLOCK_NBYTES
 from fsdp_compat.checkpoint._ranks import Ranks
 from fsdp_compat.errors import CheckpointError, FsdpCompatError, UsageError
@@ -34,6 +34,7 @@ from tests.support.cases import about
 from tests.support.checkpoints import (
     FACTS,
     Forgery,
+    by_columns,
     flip,
     noted_reads,
     num_read,
@@ -724,21 +725,27 @@ def test_states_and_settings_that_cannot_be_saved_are_named_and_everything_else_
     assert torch.equal(momentum(loaded), momentum(saved))
 
 
+@pytest.mark.parametrize("columns", [False, True])
 @on_ranks(2)
-def test_states_of_one_rank_come_back_on_it(tmp_path: Path) -> None:
+def test_states_of_one_rank_come_back_on_it(tmp_path: Path, columns: bool) -> None:
     """tests/checkpoint/test_corpus.py has other layouts, which are refused."""
-    model = FSDP(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)))
+    model: nn.Module = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 6))
+    model = fully_shard(model, shard_placement_fn=by_columns) if columns else FSDP(model)
     optimizer = RankLocal(model.parameters())
     for parameter in model.parameters():
         parameter.grad = parameter.detach()  # zero in padding
     optimizer.step()
     for state in optimizer.state.values():
         state["map"] = {"code": [1, (None, "x")], "table": torch.ones(2) * dist.get_rank()}
-    expected = [*optimizer.state.values()]
+    expected = {**optimizer.state}
     with pytest.warns(UserWarning, match="can only be loaded with the layout") as caught:
         path = checkpoint.save(tmp_path, model, optimizer, step=2)
     assert [warning.filename for warning in caught] == [__file__]
     optimizer.state.clear()
     checkpoint.load(path, model, optimizer)
-    for found, state in zip(optimizer.state.values(), expected, strict=True):
-        assert_same(found, state)
+    for parameter in model.parameters():
+        assert_same(optimizer.state[parameter], whole(expected[parameter]))
+    if columns:
+        by_rows = fully_shard(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 6)))
+        with refused(CheckpointError, "placement that state 'codes' was saved with"):
+            checkpoint.load(path, by_rows, RankLocal(by_rows.parameters()))

@@ -1,5 +1,5 @@
-"""Checkpoints of models with tensor parallelism: each rank's part, loaded into any other layout,
-bit for bit."""
+"""Checkpoints of models with tensor parallelism, or of parameters cut along their last dim: each
+rank's part, loaded into any other layout, bit for bit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from fsdp_compat.errors import FsdpCompatError, StateError
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.checkpoint.corpus.content import take_step
 from tests.support.cases import about
-from tests.support.checkpoints import refused, state_of
+from tests.support.checkpoints import by_columns, refused, state_of
 from tests.support.odd_model import assert_same
 from tests.support.ranks import run_ranks
 from tests.support.sampling import sample
@@ -75,7 +75,7 @@ PLACEMENTS: dict[str, Placement] = {
 class Layout:
     """A front end on a mesh of (replicas, shards, tensor-parallel ranks)."""
 
-    front_end: str  # "flat", "flat original", "rows", or "rows on the whole mesh"
+    front_end: str  # "flat", "flat original", "rows", "rows by columns", "rows on the whole mesh"
     replicas: int
     shards: int
     tp: int  # 0: no tensor parallelism
@@ -83,6 +83,11 @@ class Layout:
     @property
     def ranks(self) -> int:
         return self.replicas * self.shards * max(self.tp, 1)
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether some parameters are saved as parts that are no runs of their elements."""
+        return bool(self.tp) or self.front_end == "rows by columns"
 
 
 def build(layout: Layout, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -109,6 +114,8 @@ def build(layout: Layout, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     options: dict[str, Any] = {"mesh": data}
     if on_whole_mesh:
         options = {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims("shards", "replicas")}
+    if layout.front_end == "rows by columns":
+        options["shard_placement_fn"] = by_columns
     if layout.front_end.startswith("rows"):
         for block in model.blocks:
             fully_shard(block, **options)
@@ -157,7 +164,8 @@ def assert_whole(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> N
 def _write(folder: str, layout: Layout) -> None:
     model, optimizer = build(layout, seed=0)
     step(optimizer)
-    path = checkpoint.save(folder, model, optimizer, {"rank": dist.get_rank()}, step=1)
+    extra = {"rank": dist.get_rank()}
+    path = checkpoint.async_save(folder, model, optimizer, extra, step=1).wait()
     assert path == Path(folder) / STEP
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_safetensors_save, "BLOCK_NBYTES", 16)  # a row, or a part of one, at a time
@@ -181,24 +189,26 @@ def _read(folders: list[str], layout: Layout) -> None:
 WRITERS = [
     *(Layout("flat", 1, 2, 2), Layout("flat original", 2, 1, 2), Layout("rows", 1, 2, 2)),
     *(Layout("rows on the whole mesh", 1, 2, 2), Layout("rows", 1, 3, 0), Layout("flat", 1, 1, 2)),
+    *(Layout("rows by columns", 2, 2, 0), Layout("rows by columns", 1, 2, 2)),
+    Layout("rows by columns", 1, 4, 0),
 ]
 READERS = [
     *(Layout("flat original", 1, 2, 2), Layout("flat", 1, 1, 4), Layout("rows", 2, 1, 2)),
     *(Layout("rows on the whole mesh", 2, 1, 2), Layout("rows", 1, 2, 0)),
-    *(Layout("rows", 1, 1, 2), Layout("flat", 1, 1, 0)),
+    *(Layout("rows", 1, 1, 2), Layout("flat", 1, 1, 0), Layout("rows by columns", 1, 3, 0)),
 ]
 
 
 def test_parts_of_any_layout_load_into_any_layout(tmp_path: Path) -> None:
     folders, expected = [], reference()["model"]
-    for number, layout in enumerate(sample(WRITERS, 0, 1, 3, 4)):
+    for number, layout in enumerate(sample(WRITERS, 0, 1, 3, 4, 6, 7)):
         folders.append(str(tmp_path / str(number)))
         run_ranks(layout.ranks, _write, folders[-1], layout)
         weights = safetensors.torch.load_file(Path(folders[-1]) / "weights" / "model.safetensors")
         assert_same({**weights, "stem.bias": weights["tied"]}, expected)
         assert_written_once(Path(folders[-1]) / STEP, layout)
     skips = sample((0, 2, 3), 0)
-    for number, layout in enumerate(sample(READERS, 0, 2, 3, 4, 6)):  # each writer is read
+    for number, layout in enumerate(sample(READERS, 0, 2, 3, 4, 6, 7)):  # each writer is read
         chosen = [folders[(number + skip) % len(folders)] for skip in skips]
         run_ranks(layout.ranks, _read, chosen, layout)
 
@@ -211,7 +221,7 @@ def assert_written_once(path: Path, layout: Layout) -> None:
     whole = 3 * sum(parameter.numel() for parameter in Net().parameters())  # with Adam's averages
     assert whole <= numel < 1.4 * whole, (whole, numel)
     content = json.loads((path / "manifest.json").read_text())["content"]
-    assert content["version"] == (2 if layout.tp else 1)
+    assert content["version"] == (2 if layout.has_parts else 1)
 
 
 def _refused(folder: Path) -> None:

@@ -205,6 +205,9 @@ def _load(kind: str, path: str) -> None:
         pytest.param("ours natively", 3, "flat natively", 2, marks=only_ours),
         pytest.param("original natively", 2, "ours natively", 1, marks=only_ours),
         pytest.param("ours natively", 2, "hybrid natively", 4, marks=only_ours),
+        pytest.param("columns natively", 4, "original natively", 3, marks=only_ours),
+        pytest.param("ours natively", 2, "columns natively", 3, marks=only_ours),
+        pytest.param("columns natively", 2, "columns natively", 3, marks=only_ours),
     ],
 )
 def test_a_checkpoint_loads_into_every_front_end(
@@ -218,9 +221,9 @@ def test_a_checkpoint_loads_into_every_front_end(
 
 
 ON_CASES = pytest.mark.parametrize(
-    ("kind", "ranks"), [("ours", 3), ("second dim", 2), ("list", 2), ("hybrid", 4), ("mixed", 2)]
+    ("kind", "ranks"), [("ours", 3), ("columns", 2), ("list", 2), ("hybrid", 4), ("mixed", 2)]
 )
-FORMS = {"ours": (0, 1), "second dim": (1,), "list": (0,), "hybrid": (1,), "mixed": (1, 2)}
+FORMS = {"ours": (0, 1), "columns": (1,), "list": (0,), "hybrid": (1,), "mixed": (1, 2)}
 
 
 @only_ours

@@ -111,7 +111,7 @@ def test_a_section_says_which_elements_each_rank_holds(data: st.DataObject, rank
     shape = data.draw(shapes)
     cut = Cut(shape, 0 if shape else None, ranks)
     layout = RowLayout.in_order([other, cut], ranks, 4)
-    section = layout.section(1, "p")
+    section = layout.section(1, "p", 0)
     assert (section.first_param, section.start) == (1, layout.starts[1])
     assert section.in_shard.stop <= layout.numel
     assert section.layout.params[0].shape == shape
@@ -129,7 +129,7 @@ def test_a_section_says_which_elements_each_rank_holds(data: st.DataObject, rank
 
 def test_a_parameter_that_every_rank_holds_is_saved_as_the_first_ranks() -> None:
     cut = Cut((), None, 3)
-    layout = RowLayout.in_order([cut], 3, 4).section(0, "scale").layout
+    layout = RowLayout.in_order([cut], 3, 4).section(0, "scale", 0).layout
     plain = FlatLayout(layout.params, 3, 1)
     assert [layout.part(0, rank) for rank in range(3)] == [Interval(0, 1)] * 3
     assert [plain.part(0, rank).numel for rank in range(3)] == [1, 0, 0]

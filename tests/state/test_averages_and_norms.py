@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -63,7 +64,13 @@ def rows(model: nn.Module) -> nn.Module:
     return fully_shard(model)
 
 
-LAYOUTS = {"flat": flat, "original": original, "rows": rows}
+def columns(model: nn.Module) -> nn.Module:
+    for layer in (*model.layers, model):
+        fully_shard(layer, shard_placement_fn=lambda p: Shard(p.ndim - 1))
+    return model
+
+
+LAYOUTS = {"flat": flat, "original": original, "rows": rows, "columns": columns}
 Wrap = Callable[[nn.Module], nn.Module]
 
 

@@ -372,12 +372,24 @@ def test_attributes_and_classes_of_parameters_are_kept() -> None:
     assert not hasattr(unsharded[1], "rate")
 
 
-def test_sections_of_parameters_that_are_cut_along_another_dim_are_refused() -> None:
-    [store, _] = _simulated(Shapes(), 2)
-    with pytest.raises(UsageError, match="'dim1_even'"):
-        _ = store.sections
-    with pytest.raises(UsageError, match="'dim1_even'"):
-        store.section_of(0)
+@pytest.mark.parametrize("ranks", [2, 3, 6])
+def test_the_section_of_a_parameter_cut_along_another_dim_is_the_ranks_own_box(ranks: int) -> None:
+    model = Shapes()
+    stores = _simulated(model, ranks)
+    for index, (name, original) in enumerate(model.named_parameters()):
+        if not _dim(name):
+            continue
+        whole, start = original.detach(), 0
+        parts = [*whole.chunk(ranks, 1), *[whole.narrow(1, whole.shape[1], 0)] * ranks]
+        for store, part in zip(stores, parts, strict=False):
+            section = store.section_of(index)
+            assert section.offsets == (0, start, 0)[: part.dim()]
+            assert section.layout.params[0].shape == part.shape
+            assert torch.equal(store.local_part(index), part.reshape(-1))
+            assert store.has_part([index]) is bool(part.numel() or not whole.numel())
+            with pytest.raises(UsageError, match=name):  # which is no run of its elements
+                store.part(index, 0)
+            start += part.shape[1]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

@@ -31,6 +31,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 
 import fsdp_compat
 from fsdp_compat import checkpoint
@@ -337,10 +338,15 @@ def ours_fsdp1(model: Parted, **options: Any) -> Any:
     return fsdp_compat.FullyShardedDataParallel(model, **given)
 
 
-def ours_fully_shard(model: Parted, mesh: DeviceMesh | None = None) -> Any:
+def ours_fully_shard(model: Parted, mesh: DeviceMesh | None = None, **options: Any) -> Any:
     for part in model.parts():
-        fsdp_compat.fully_shard(part, mesh=mesh)
-    return fsdp_compat.fully_shard(model, mesh=mesh)
+        fsdp_compat.fully_shard(part, mesh=mesh, **options)
+    return fsdp_compat.fully_shard(model, mesh=mesh, **options)
+
+
+def by_columns(parameter: nn.Parameter) -> Shard:
+    """A ``shard_placement_fn`` that cuts along the last dim."""
+    return Shard(max(parameter.ndim - 1, 0))
 
 
 # How each library shards the model.
@@ -418,6 +424,11 @@ def _ours_native(directory: Path) -> str:
     return path.name
 
 
+def _ours_columns(directory: Path) -> str:
+    model = ours_fully_shard(unsharded(), shard_placement_fn=by_columns)
+    return checkpoint.save(directory, model, trained(model), {"epoch": 2}, step=STEP).name
+
+
 def _ours_safetensors(directory: Path) -> str:
     model = ours_fsdp1(unsharded())
     trained(model)
@@ -437,5 +448,9 @@ _STATES: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {  # with a name 
     "ours-sharded-dcp": (_ours_flat, "dcp"),
     "fully_shard-dcp": (lambda: _rows(ours_fully_shard), "dcp"),
 }
-_SAVES = {"ours-native": _ours_native, "ours-safetensors": _ours_safetensors}
+_SAVES = {
+    "ours-native": _ours_native,
+    "ours-columns": _ours_columns,
+    "ours-safetensors": _ours_safetensors,
+}
 KINDS = (*_STATES, *_SAVES)

@@ -131,8 +131,9 @@ def take_steps(model: nn.Module, optim: torch.optim.Optimizer, *steps: int) -> N
 
 
 def sharded_as(kind: str, model: Any) -> Any:
-    """Shard an ``Odd`` in place, or wrap it: "ours", "torch", "hybrid" (on two replicas), "second
-    dim", "list", "flat", "original", or "mixed" (of both front ends); else return it as it is."""
+    """Shard an ``Odd`` in place, or wrap it: "ours", "torch", "hybrid" (on two replicas),
+    "columns" (along the last dim), "list", "flat", "original", or "mixed" (of both front ends);
+    else return it as it is."""
     cpu = torch.device("cpu")
     if kind == "hybrid":
         shape = (2, dist.get_world_size() // 2)
@@ -141,7 +142,7 @@ def sharded_as(kind: str, model: Any) -> Any:
     if kind in ("flat", "original"):
         blocks, original = ModuleWrapPolicy({Block}), kind == "original"
         return FSDP(model, auto_wrap_policy=blocks, use_orig_params=original, device_id=cpu)
-    if kind == "second dim":
+    if kind == "columns":
         return shard_all(model, shard_placement_fn=lambda p: Shard(p.dim() - 1))
     if kind == "list":
         api.fully_shard([model.blocks, model.head, model.again])

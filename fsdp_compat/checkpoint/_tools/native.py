@@ -274,8 +274,8 @@ class NativeCheckpoint:
                     raise CheckpointError.of(
                         "An optimizer state belongs to one rank's part of a parameter, and the "
                         "parts have changed.",
-                        expected=f"{group.layout.ranks} ranks and the wrapping that state {key!r} "
-                        "was saved with",
+                        expected=f"the ranks, wrapping and placement that state {key!r} was saved "
+                        "with",
                         got="another number of ranks, or another wrapping or use_orig_params",
                         where=f"{name}, in {self.path}",
                         fix="load with as many ranks and the same wrapping, or without the "
