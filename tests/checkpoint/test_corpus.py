@@ -130,7 +130,7 @@ def _require_loaded(path: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("kind", ["flat", "original", "rows"])
+@pytest.mark.parametrize("kind", ["flat", "original", "rows", "columns"])
 @on_ranks("ranks")
 def test_every_checkpoint_loads_into_a_model_that_is_sharded_in_any_way(
     kind: str, ranks: int

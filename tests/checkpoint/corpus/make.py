@@ -5,6 +5,7 @@
     python -m tests.checkpoint.corpus.make more_torch torch-2.13.0
     python -m tests.checkpoint.corpus.make ours ours             # fsdp_compat
     python -m tests.checkpoint.corpus.make whole whole           # states that one rank has whole
+    python -m tests.checkpoint.corpus.make columns columns       # parameters cut along the last dim
     python -m tests.checkpoint.corpus.make clients clients       # Accelerate, Lightning, Fabric
 
 The second argument is a new directory of the corpus. What older versions wrote cannot be made
@@ -156,19 +157,22 @@ def make_more_torch(folder: Path) -> Entries:
 
 def ours(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     """kind: "flat" (a FlatParameter for each unit, dtype and requires_grad), "original"
-    (use_orig_params=True, and one unit for all) or "rows" (fully_shard); with "-tp", on two ranks
-    of tensor parallelism."""
+    (use_orig_params=True, and one unit for all), "rows" (fully_shard) or "columns" (fully_shard,
+    along the last dim); with "-tp", on two ranks of tensor parallelism."""
     model = content.Tiny()
     form, _, parallel = kind.partition("-")
     ranks = dist.get_world_size() // (2 if parallel else 1)
     mesh = init_device_mesh("cpu", (ranks, 2 if parallel else 1), mesh_dim_names=("data", "tp"))
     if parallel:
         _split_tensors(model, mesh["tp"])
-    if form == "rows":
-        wrapped = checkpoints.ours_fully_shard(model, mesh["data"])
+    if form in ("rows", "columns"):
+        options: dict[str, Any] = {}
+        if form == "columns":
+            options = {"shard_placement_fn": checkpoints.by_columns}
+        wrapped = checkpoints.ours_fully_shard(model, mesh["data"], **options)
     else:
         # without a mesh, sharded state dicts have ShardedTensors, not DTensors
-        options: dict[str, Any] = {"device_mesh": mesh["data"]} if parallel else {}
+        options = {"device_mesh": mesh["data"]} if parallel else {}
         if form == "original":
             options = {"device_mesh": mesh["data"], "auto_wrap_policy": None}
         wrapped = checkpoints.ours_fsdp1(model, use_orig_params=form == "original", **options)
@@ -240,6 +244,11 @@ def make_ours(folder: Path) -> Entries:
         entry = _entry(form != "LOCAL" and "model" not in name)
         entries[name] = {**entry, "has_ties": form != "LOCAL", "extra": {"step": content.STEP}}
     return entries
+
+
+def make_columns(folder: Path) -> Entries:
+    run_ranks(3, _save_native, "columns", "all", folder / "native")
+    return {"native": {**_entry(), "extra": content.facts_of({**content.EXTRA, "rank": 0})}}
 
 
 # -- libraries that use torch's FSDP, called where they save: they train on accelerators alone
