@@ -44,7 +44,7 @@ class _Lost(typing.NamedTuple):
     fix: str
 
 
-# {sharded parameter: (weak reference to its store, its first index), replaced one: a _Lost}
+# {sharded parameter: (weak reference to its store, its indices), replaced one: a _Lost}
 _managed: WeakIdKeyDictionary = WeakIdKeyDictionary()
 # {parameter whose value alone became part of a unit: a _Lost}
 _assigned: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -67,7 +67,7 @@ def register_flattened(originals: Iterable[nn.Parameter], stores: Iterable[State
     for store in stores:
         for sharded_param, indices in store.sharded_params:
             sharded_param.__dict__[_MARK] = True
-            _managed[sharded_param] = weakref.ref(store), indices[0]
+            _managed[sharded_param] = weakref.ref(store), indices
 
 
 def register_replaced(originals: Iterable[nn.Parameter]) -> None:
@@ -133,7 +133,7 @@ def cut_state(optimizer: torch.optim.Optimizer) -> None:
                 )
             store = store_of_param(parameter)
             if store is not None and not store.is_flattened and optimizer.state.get(parameter):
-                _cut(optimizer.state[parameter], store, place[1], parameter)
+                _cut(optimizer.state[parameter], store, place[1][0], parameter)
             elif _torch_private.local_part(parameter).shape != (whole := parameter.shape):
                 for key, value in optimizer.state.get(parameter, {}).items():
                     if type(value) is torch.Tensor and value.shape == whole:
@@ -152,10 +152,8 @@ def shapes_of_parts(optimizer: torch.optim.Optimizer) -> dict[int, tuple[int, ..
                 found[number] = max(found.get(number, ()), whole, key=len)
             if store is None or not (store.ranks > 1 or store.is_flattened):
                 continue
-            first = _managed[parameter][1]
-            last = len(store.orig_params) if store.is_flattened else first + 1
-            shapes = [found.get(number, ()), *map(store.shape, range(first, last))]
-            found[number] = max(shapes, key=len)
+            shapes = map(store.shape, _managed[parameter][1])
+            found[number] = max([found.get(number, ()), *shapes], key=len)
     return found
 
 
@@ -232,19 +230,16 @@ def _not_own(
 
 def _owner_of(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
     """Describe whose parts the optimizer's state is; None if its parameters are whole."""
-    owner: tuple[int, int] | None = None
     cuts = list[Any]()
     for parameter in (each for group in optimizer.param_groups for each in group["params"]):
         store = store_of_param(parameter)
         if store is not None and store.ranks > 1:
-            owner = owner or (store.rank, store.ranks)
             cuts.append((store.rank, store.ranks, tuple(parameter.shape)))
-            first = _managed[parameter][1]
-            last = len(store.orig_params) if store.is_flattened else first + 1
-            cuts += [(store.local_shape(i), store.part(i, store.rank)) for i in range(first, last)]
-    if owner is None:
+            indices = _managed[parameter][1]
+            cuts += [(store.local_shape(index), store.part(index, store.rank)) for index in indices]
+    if not cuts:
         return None
-    return {"rank": owner[0], "ranks": owner[1], "layout": zlib.crc32(repr(cuts).encode())}
+    return {"rank": cuts[0][0], "ranks": cuts[0][1], "layout": zlib.crc32(repr(cuts).encode())}
 
 
 def _require_own(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
