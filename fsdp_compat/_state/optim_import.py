@@ -101,7 +101,9 @@ def import_optim_state(
         if not (state_dict is None or (isinstance(state_dict, Mapping) and not state_dict)):
             plan = _read(ownership, state_dict, wanted, names_before(model), where)
             if wanted.from_rank0 and rank0.is_here:
-                _refuse_sharded(state_dict["state"], where)
+                what = "Rank 0 cannot send a sharded optimizer state dict."
+                fix = "load a sharded dict on every rank, with SHARDED_STATE_DICT set for the model"
+                _refuse_sharded(state_dict["state"], what, where, fix)
     except Exception as error:  # raised later, after the other ranks have been told
         problem = error
     kind = type(problem) if isinstance(problem, FsdpCompatError) else RuntimeUsageError
@@ -338,25 +340,16 @@ def _cut_states(
     for name, entry in entries.items():
         contents = ownership.held[ownership.by_name[name][0]]
         if contents.is_owned:
-            _require_whole(entry, name)
+            what = "WholeParameterOptimizer cannot load a sharded state."
+            fix = (
+                "load its own state_dict(), or save with FULL_STATE_DICT or fsdp_compat.checkpoint"
+            )
+            _refuse_sharded({name: entry}, what, ownership.where, fix)
         elif contents.group is not None and not ownership.is_stepped_elsewhere(name):
             for key, value in entry.items():
                 if value is not None and not isinstance(value, RankState):
                     by_key.setdefault(key, {})[name] = value
     return {(name, key) for key in by_key for name in _cut_names(ownership, key, by_key[key])}
-
-
-def _require_whole(entry: Mapping[Any, Any], name: str) -> None:
-    """Raise CheckpointError for sharded states of a parameter that is stepped whole."""
-    for key, value in entry.items():
-        if is_sharded(value):
-            raise CheckpointError.of(
-                "WholeParameterOptimizer cannot load a sharded state.",
-                expected="whole tensors, as FULL_STATE_DICT gives them, or its own state_dict()",
-                got=f"a {type(value).__name__}",
-                where=f"state {key!r} of {name!r}",
-                fix="save with FULL_STATE_DICT set for the model, or with fsdp_compat.checkpoint",
-            )
 
 
 def _cut_names(ownership: ParamOwnership, key: Any, values: Mapping[str, Any]) -> set[str]:
@@ -406,14 +399,14 @@ def _sharded_in(state: object) -> Iterator[tuple[Any, Any, Any]]:
                 yield name, key, value
 
 
-def _refuse_sharded(state: Mapping[Any, Any], where: str) -> None:
+def _refuse_sharded(state: Mapping[Any, Any], what: str, where: str, fix: str) -> None:
     for name, key, value in _sharded_in(state):
         raise CheckpointError.of(
-            "Rank 0 cannot send a sharded optimizer state dict.",
+            what,
             expected="whole tensors, as FULL_STATE_DICT gives them",
             got=f"a {type(value).__name__}",
             where=f"{where}, state {key!r} of {name!r}",
-            fix="load a sharded dict on every rank, with SHARDED_STATE_DICT set for the model",
+            fix=fix,
         )
 
 
