@@ -70,7 +70,7 @@ def part_of(contents: ParamContents, rank: int) -> Part | None:
     return Part(rank, store.ranks, store.sharded_shape(contents.names[0][0], rank), runs)
 
 
-_AT_ONCE_NBYTES = 32 << 20  # received at a time, unless one rank has more
+_AT_ONCE_NBYTES = 32 << 20  # received at a time, unless one rank sends more
 
 # Optimizers whose rank-local states this process has warned of.
 _warned: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -143,26 +143,24 @@ def gathered_objects(
     axis: Transport, own: Any, keep: bool, device: torch.device, what: str
 ) -> Iterator[tuple[int, Any]]:
     """Yield each rank with its object, whose tensors are on ``device``; without ``keep`` nothing.
-    Ranks send together up to a limit, or alone. Collective, until the iterator ends."""
+    All ranks send together, or beyond a limit one by one. Collective, until the iterator ends."""
     keepers = [rank for rank, keeps in enumerate(axis.gather_objects(keep)) if keeps]
     is_sent = bool({*keepers} - {axis.rank})
     packed = packed_bytes(own) if is_sent else torch.empty(0, dtype=torch.uint8)
-    nbytes, start = axis.gather_objects(packed.numel()), 0
-    while start < axis.ranks:
-        stop = start + 1
-        while stop < axis.ranks and sum(nbytes[start : stop + 1]) <= _AT_ONCE_NBYTES:
-            stop += 1
-        senders = [rank for rank in range(start, stop) if rank != axis.rank]
-        receivers = [n for n in keepers if n != axis.rank] if start <= axis.rank < stop else []
+    nbytes = axis.gather_objects(packed.numel())
+    num_senders = axis.ranks if sum(nbytes) <= _AT_ONCE_NBYTES else 1
+    others = [rank for rank in range(axis.ranks) if rank != axis.rank]
+    for start in range(0, axis.ranks, num_senders):
+        senders = range(start, start + num_senders)
+        receivers = {*keepers} & {*others} if axis.rank in senders else ()
         sizes = [
-            (packed.numel() * (n in receivers), nbytes[n] * (keep and n in senders))
+            (packed.numel() * (n in receivers), nbytes[n] * (keep and n in others and n in senders))
             for n in range(axis.ranks)
         ]
         sent = packed.repeat(len(receivers)).to(axis.device)
         received = axis.exchange(sent, sizes, what).cpu().split([each for _, each in sizes])
-        for rank in range(start, stop) if keep else ():
+        for rank in senders if keep else ():
             yield rank, own if rank == axis.rank else unpacked(received[rank], device)
-        start = stop
 
 
 def check_layout(ownership: ParamOwnership, states: Mapping[str, Mapping[Any, Any]]) -> None:
