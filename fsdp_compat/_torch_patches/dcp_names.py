@@ -50,10 +50,9 @@ class Names:
 
 def _with_head(name: str, heads: Mapping[str, str]) -> str:
     """Replace the longest part of a name that is a module's."""
-    head = name.rpartition(".")[0]
-    while head not in heads:
-        head = head.rpartition(".")[0]
-    return f"{heads[head]}.{name[len(head) :].lstrip('.')}".lstrip(".")
+    above, _, last = name.rpartition(".")
+    head, rest = _split(above, heads)
+    return ".".join(part for part in (heads[head], rest, last) if part)
 
 
 def names_in(
@@ -113,7 +112,7 @@ def unflattened(
     for key, value in state.items():
         kind, _, rest = key.partition(".")
         name, inner = _split(rest, known)
-        if name is None:
+        if not name:
             continue
         place: dict[str, Any] = (entries if kind == "state" else settings).setdefault(name, {})
         *above, last = inner.split(".")
@@ -124,10 +123,9 @@ def unflattened(
     return {"state": entries, "param_groups": groups}
 
 
-def _split(name: str, known: Collection[str]) -> tuple[str | None, str]:
-    """Split "<parameter>.<key>" into both; None for a parameter that is not ``known``."""
-    head, rest = name, ""
+def _split(name: str, known: Collection[str]) -> tuple[str, str]:
+    """Split a name behind the longest part that is ``known``, or before all of it."""
+    head = name
     while head and head not in known:
-        head, _, part = head.rpartition(".")
-        rest = f"{part}.{rest}" if rest else part
-    return head or None, rest
+        head = head.rpartition(".")[0]
+    return head, name[len(head) :].lstrip(".")

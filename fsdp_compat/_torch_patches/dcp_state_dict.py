@@ -152,12 +152,6 @@ def _finished(value: Any, options: Options, live: Collection[int] = ()) -> Any:
     return value if is_kept else copied(value, to_cpu=True)
 
 
-def _live_storages(model: nn.Module) -> set[int]:
-    return {
-        _torch_private.storage_key(tensor) for tensor in (*model.parameters(), *model.buffers())
-    }
-
-
 def _each(
     optimizers: Optimizer | Iterable[Optimizer], call: str, needed: bool = True
 ) -> tuple[Optimizer, ...]:
@@ -234,7 +228,8 @@ def _get_model(
         )  # what is not wanted is not gathered
     with _form(model, options, model_on_rank0=options.full_state_dict and options.cpu_offload):
         state = get()
-    live = _live_storages(model) if options.cpu_offload else ()
+    tensors = (*model.parameters(), *model.buffers()) if options.cpu_offload else ()
+    live = {*map(_torch_private.storage_key, tensors)}
     found: collections.OrderedDict[str, Any] = collections.OrderedDict(
         (names.public(key), _finished(value, options, live)) for key, value in state.items()
     )
