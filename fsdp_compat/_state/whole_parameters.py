@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .._comm.transport import Transport, are_alike
+from .._comm.transport import are_alike
 from .._engine import rendezvous
 from .._engine.group import Group
 from .._engine.state_store import store_of
@@ -88,8 +88,10 @@ class WholeParameterOptimizer(CompositeOptimizer):
         _require_function("select", select, 2, is_optional=True)
         _require_function("others", others, 1, is_optional=True)
         units, self._groups = begin(model, _WHAT, f"{_WHAT}(...)")
-        self._model, self._axes = model, _axes_of(self._groups)
-        choice = self._agreed_choice(units, select or _everything, others is not None)
+        axes = dict.fromkeys(axis for each in self._groups for axis in (each.shard, each.replica))
+        self._model, self._axes = model, [axis for axis in axes if axis.ranks > 1]
+        select = select or (lambda name, shape: True)
+        choice = self._agreed_choice(units, select, others is not None)
         self.unselected = choice.rest if others is None else []
         by_kind: dict[object, list[Place]] = {}
         for place in choice.places:
@@ -421,16 +423,6 @@ def _require_whole(place: Place) -> None:
 def _refused(what: str, expected: str, got: str, group: Group, fix: str) -> UsageError:
     where = f"{_WHAT}(select=), {group.name}"
     return UsageError.of(what, expected=expected, got=got, where=where, fix=fix)
-
-
-def _everything(name: str, shape: tuple[int, ...]) -> bool:
-    return True
-
-
-def _axes_of(groups: Sequence[Group]) -> list[Transport]:
-    """Return the axes of several ranks, in the same order on all ranks."""
-    axes = dict.fromkeys(axis for group in groups for axis in (group.shard, group.replica))
-    return [axis for axis in axes if axis.ranks > 1]
 
 
 def _params_of(optimizer: Optimizer) -> list[nn.Parameter]:
