@@ -146,11 +146,7 @@ def _refuse_together(
 
 
 def _require_senders(
-    have: Sequence[bool],
-    from_rank0: bool,
-    groups: Iterable[Group],
-    num_ranks: int,
-    where: str,
+    have: Sequence[bool], from_rank0: bool, groups: Iterable[Group], num_ranks: int, where: str
 ) -> None:
     """Raise UsageError unless rank 0 can send its dict to the ranks without. have: by rank, or of
     this one alone."""

@@ -53,10 +53,7 @@ def _differ(one: Tensor, other: Tensor) -> bool:
 
 
 def _updates(
-    make: Make,
-    device: torch.device,
-    shapes: Sequence[tuple[int, ...]],
-    run: slice | None = None,
+    make: Make, device: torch.device, shapes: Sequence[tuple[int, ...]], run: slice | None = None
 ) -> list[Tensor] | None:
     """Return the sum of some updates of each parameter; None if a step fails. run: only these
     elements, 1-D."""

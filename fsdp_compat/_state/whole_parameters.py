@@ -68,11 +68,7 @@ class WholeParameterOptimizer(CompositeOptimizer):
     factored and 8-bit states."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        make: Make,
-        select: Select | None = None,
-        others: Make | None = None,
+        self, model: nn.Module, make: Make, select: Select | None = None, others: Make | None = None
     ) -> None:
         """model: sharded, of either front end, with values. make: returns an optimizer of the whole
         parameters that this rank owns; without any, of one that is never stepped. It is also tried
