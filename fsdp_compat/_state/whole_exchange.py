@@ -93,28 +93,21 @@ class Exchange:
             whole.data, whole.grad = whole.new_zeros(()).expand(whole.shape), None
 
     def _to_owners(self, part: Callable[[Place], Tensor]) -> list[Tensor]:
-        """part: returns this rank's part of a tensor. Return the tensors that this rank owns,
-        whole. Collective."""
+        """Return the tensors that this rank owns, whole, from the part of each. Collective."""
         received = self._moved([part(place) for place in self._in_order], self._sizes)
         wholes = [received.new_empty(place.shape) for place in self.owned]
-        targets = [
-            place.part_of(whole, rank)
-            for rank in range(self._axis.ranks)
-            for place, whole in zip(self.owned, wholes, strict=True)
-        ]
-        _copy(received.split(self._owned_numels), targets)
+        _copy(received.split(self._owned_numels), self._parts_of(wholes))
         return wholes
+
+    def _parts_of(self, wholes: Sequence[Tensor]) -> list[Tensor]:
+        ranks, owned = range(self._axis.ranks), list(zip(self.owned, wholes, strict=True))
+        return [place.part_of(whole, rank) for rank in ranks for place, whole in owned]
 
     def put_back(self) -> None:
         """Write this rank's part of every parameter into the shard. Collective."""
         for whole in self.wholes:
             whole.grad = None  # before the values need memory
-        parts = [
-            place.part_of(whole, rank)
-            for rank in range(self._axis.ranks)
-            for place, whole in zip(self.owned, self.wholes, strict=True)
-        ]
-        received = self._moved(parts, [(r, s) for s, r in self._sizes])
+        received = self._moved(self._parts_of(self.wholes), [(r, s) for s, r in self._sizes])
         _copy(received.split(self._own_numels), [place.value() for place in self._in_order])
 
     def _moved(self, parts: Sequence[Tensor], sizes: Sequence[tuple[int, int]]) -> Tensor:
@@ -128,8 +121,7 @@ class Exchange:
 
 
 def _copy(values: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    pairs = [(value, to) for value, to in zip(values, targets, strict=True) if to.numel()]
-    for value, target in pairs:
+    for value, target in zip(values, targets, strict=True):
         target.copy_(value.view(target.shape))
 
 
