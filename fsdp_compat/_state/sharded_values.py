@@ -365,12 +365,6 @@ class BoxedTensor(ShardedTensor):
 
     # -- copies
 
-    clone: Any = _of_each_shard("clone")
-    detach: Any = _of_each_shard("detach")  # views the same memory
-    to: Any = _of_each_shard("to")
-    cpu: Any = _of_each_shard("cpu")
-    cuda: Any = _of_each_shard("cuda")
-
     def _with(self, tensors: Sequence[torch.Tensor], group: Any = None) -> BoxedTensor:
         """Return the same value with other local tensors."""
         new = _empty(self.whole_shape, tensors[0].dtype, tensors[0].device)
@@ -411,7 +405,7 @@ class BoxedTensor(ShardedTensor):
         return _empty(self.whole_shape, self.dtype, device)
 
 
-for _name in ("bfloat16", "double", "float", "half"):
+for _name in ("bfloat16", "clone", "cpu", "cuda", "detach", "double", "float", "half", "to"):
     setattr(BoxedTensor, _name, _of_each_shard(_name))
 
 
