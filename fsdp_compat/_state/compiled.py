@@ -24,10 +24,9 @@ def _load(original: Any, module: Any, state_dict: dict[str, Any], prefix: str, *
 def _names(
     original: Callable[..., set[str]], model: Any, name: str, *rest: Any, **more: Any
 ) -> Any:
-    found = {name}
     with contextlib.suppress(AssertionError):  # raised for names without the part
-        found = original(model, name, *rest, **more)
-    return {clean_name(each) for each in found}
+        return {clean_name(each) for each in original(model, name, *rest, **more)}
+    return {clean_name(name)}
 
 
 patches = (

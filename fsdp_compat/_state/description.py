@@ -114,7 +114,9 @@ class Description:
                 notes.append(f"{title} (not sharded): {joined([*found], _NUM_NAMES, ', ')}")
         total = _texts(*map(sum, zip((0, 0, 0), *totals, strict=True)))
         rows.append(("total", "", "", "", *total, ""))
-        return "\n".join([*_aligned(rows), *notes])
+        names, strategies = (max(len(row[column]) for row in rows) for column in (0, 1))
+        lines = (_ROW.format(row[0], names, row[1], strategies, *row[2:]).rstrip() for row in rows)
+        return "\n".join([*lines, *notes])
 
 
 def describe(model: nn.Module) -> Description:
@@ -168,11 +170,6 @@ def _row_of_units(units: Sequence[UnitDescription]) -> tuple[str, ...]:
         *_texts(unit.numel, unit.shard_nbytes, unit.gathered_nbytes),
         unit.dtypes_text,
     )
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    names, strategies = (max(len(row[column]) for row in rows) for column in (0, 1))
-    return [_ROW.format(row[0], names, row[1], strategies, *row[2:]).rstrip() for row in rows]
 
 
 def _texts(numel: int, nbytes: int, gathered_nbytes: int) -> tuple[str, str, str]:

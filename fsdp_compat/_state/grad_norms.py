@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.linalg import vector_norm
 
 from .. import _torch_private
 from .._comm.communicator import communicator
@@ -62,7 +63,9 @@ def param_grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, Tens
     norms = dict[str, Tensor]()
     for axes, (names, grads) in by_axes.items():
         if grads:
-            local = torch.stack([_norm(grad, norm_type).to(groups[0].device) for grad in grads])
+            filled = [grad if grad.numel() else grad.new_zeros(1) for grad in grads]
+            each_norm = [vector_norm(grad, norm_type, dtype=torch.float32) for grad in filled]
+            local = torch.stack([norm.to(groups[0].device) for norm in each_norm])
             for axis in axes:
                 local = norm_over_ranks(axis, local, norm_type)
             for each, norm in zip(names, local.unbind(), strict=True):
@@ -88,8 +91,3 @@ def _flat(grad: Tensor | None, like: Tensor) -> Tensor:
     if grad is None:
         return like.new_empty(0)
     return _torch_private.local_part(grad).reshape(-1)
-
-
-def _norm(grad: Tensor, norm_type: float) -> Tensor:
-    values = grad if grad.numel() else grad.new_zeros(1)
-    return torch.linalg.vector_norm(values, norm_type, dtype=torch.float32)

@@ -476,18 +476,13 @@ def follow(module: nn.Module) -> None:
 
 
 def _before_load_around(
-    module: nn.Module,
-    state_dict: dict[str, Any],
-    prefix: str,
-    local_metadata: Any,
-    strict: bool,
-    *rest: Any,
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, *_: Any
 ) -> None:
     """Add the values of rank 0 to the state dict that is loaded. Collective."""
     if not any(is_on(unit.form) for unit in model_units_in(module)):
         return
     own = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
-    assign = bool(local_metadata.get("assign_to_params_buffers"))
+    assign = bool(metadata.get("assign_to_params_buffers"))
     filled = _filled(module, own, strict, assign)
     state_dict.update((prefix + key, value) for key, value in filled.items())
 

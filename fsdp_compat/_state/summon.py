@@ -112,7 +112,7 @@ def _shown(
             if writeback:
                 store.take_from_whole([_torch_private.local_part(each.data) for each in shown])
             if writeback and grads is not None:
-                _write_back_grads(store, list(map(_grad_of, shown)), target_grads)
+                _write_back_grads(store, shown, target_grads)
             for parameter, data, kept_grad in kept:
                 parameter.grad = None
                 parameter.data = data
@@ -132,17 +132,13 @@ def show(store: StateStore, parameters: Sequence[nn.Parameter]) -> None:
             held[slot.attribute] = slot.parameter
 
 
-def _grad_of(parameter: nn.Parameter) -> torch.Tensor:
-    grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    return _torch_private.local_part(grad)
-
-
 def _write_back_grads(
-    store: StateStore, wholes: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
+    store: StateStore, shown: Sequence[nn.Parameter], grads: Sequence[torch.Tensor | None]
 ) -> None:
     """Copy this rank's part of whole gradients into existing ``.grad`` of sharded parameters."""
     changed = torch.zeros_like(store.shard)
-    store.take_from_whole(wholes, changed)
+    wholes = (torch.zeros_like(each) if each.grad is None else each.grad for each in shown)
+    store.take_from_whole([_torch_private.local_part(whole) for whole in wholes], changed)
     for grad, part in zip(grads, store.grads(changed), strict=True):
         if grad is not None:
             _torch_private.local_part(grad).copy_(part)
