@@ -85,7 +85,7 @@ def _with_values_beside(path: Path, ignored: Collection[str]) -> Archive | None:
     values = values if isinstance(values, dict) else {"values": values}
     kind = "Lightning" if "pytorch-lightning_version" in values else _BESIDE_DCP[name]
     tree = {**values, **tree}
-    return archive_of(path, kind, tree, world_size=world_size, left_out=left_out)
+    return archive_of(path, kind, tree, world_size, left_out)
 
 
 def _torch_values(path: Path, left_out: list[str], ignored: Collection[str]) -> Any:
@@ -148,7 +148,7 @@ def _opened(path: Path, parts: _Parts, shapes: Shapes | None, ignored: Collectio
         sections[key] = inside if isinstance(inside, dict) else found
         world_sizes.append(world_size or 0)
         left_out += [f"{key}: {text}" for text in texts]
-    return archive_of(path, "", sections, world_size=max(world_sizes) or None, left_out=left_out)
+    return archive_of(path, "", sections, max(world_sizes) or None, left_out)
 
 
 def _read(

@@ -73,8 +73,7 @@ def read_dcp(path: Path) -> Archive:
     """Return what is described by ``.metadata``, or ``__0.metadata``, ``__1.metadata``, ... of
     ranks that do not coordinate. ``left_out`` names values that need classes. Raises
     CheckpointError for damage, gaps and overlaps; OSError."""
-    tree, world_size, left_out = tree_of(path)
-    return archive_of(path, KIND, tree, world_size=world_size, left_out=left_out)
+    return archive_of(path, KIND, *tree_of(path))
 
 
 def is_sharded_safetensors(path: Path) -> bool:
@@ -86,8 +85,7 @@ def read_sharded_safetensors(path: Path) -> Archive:
     """Return the content. A missing last file may go unnoticed: shapes follow from parts."""
     names = sorted(filter(_SHARD.fullmatch, os.listdir(path)))
     entries = itertools.chain.from_iterable(_parts_in(member(path, name)) for name in names)
-    tree, world_size, left_out = _tree(path, entries)
-    return archive_of(path, "sharded safetensors", tree, world_size=world_size, left_out=left_out)
+    return archive_of(path, "sharded safetensors", *_tree(path, entries))
 
 
 def tree_of(path: Path) -> tuple[dict[Any, Any], int | None, list[str]]:
@@ -332,14 +330,13 @@ def _nested(entries: Iterable[tuple[_Keys, Any]], path: Path) -> dict[Any, Any]:
 
 
 def _finished(value: Any, path: Path, gaps: list[int]) -> Any:
-    """Return a node as a list if it has only numbers: a gap was an empty container. gaps: their
-    number in all lists so far."""
+    """Return a node as a list if it has only numbers; ``gaps`` counts what its lists lack."""
     if not isinstance(value, _Node):
         return value
     items = {key: _finished(item, path, gaps) for key, item in value.items()}
     if not all(isinstance(key, int) for key in items):
         return {str(key): item for key, item in items.items()}
-    length = max(items) + 1
+    length = max(items) + 1  # of a list, in which an empty container has left a gap
     gaps[0] += length - len(items)
     if gaps[0] > _MAX_GAPS:
         raise damaged_dcp(path, f"a list of {length} elements, of which {len(items)} have values")
@@ -395,11 +392,11 @@ def write_dcp(archive: Archive, path: Path, options: WriteOptions, files: Files)
 
 def _chunk(value: Any, box: Box | None, files: Files, options: WriteOptions) -> Any:
     """Return what is saved of a value: a box of a tensor, or the value with its tensors."""
-    if box is not None:
-        tensor = read_box(value, box, files).to(dtype_to_write(value))
-        options.tick(tensor.nbytes)
-        return tensor
-    return read_all(value, files)
+    if box is None:
+        return read_all(value, files)
+    tensor = read_box(value, box, files).to(dtype_to_write(value))
+    options.tick(tensor.nbytes)
+    return tensor
 
 
 def _flattened(archive: Archive) -> dict[str, tuple[_Keys, Any]]:

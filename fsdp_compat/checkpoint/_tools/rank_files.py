@@ -75,9 +75,8 @@ def read_rank_files(
     paths: Sequence[Path], shapes: Shapes | None = None, *, ignored: Collection[str] = ()
 ) -> Archive:
     """Return the archive that the files of all ranks make up, see ``tree_of_ranks``."""
-    tree, world_size, left_out = tree_of_ranks(paths, shapes, ignored)
     path = paths[0].parent if len(paths) > 1 else paths[0]
-    return archive_of(path, _KIND, tree, world_size=world_size, left_out=left_out)
+    return archive_of(path, _KIND, *tree_of_ranks(paths, shapes, ignored))
 
 
 def tree_of_ranks(

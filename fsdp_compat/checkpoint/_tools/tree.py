@@ -31,7 +31,7 @@ Tree = dict[Any, Any]
 
 
 def archive_of(
-    path: Path, kind: str, tree: Any, *, world_size: int | None = None, left_out: Sequence[str] = ()
+    path: Path, kind: str, tree: Any, world_size: int | None = None, left_out: Sequence[str] = ()
 ) -> Archive:
     """Return the archive of nested containers of StoredTensors and plain values. Names lose what
     FSDP, activation checkpointing and compilation add. Tensors with the same pieces are tied.
