@@ -106,8 +106,8 @@ class Read:
 
     def parts(self) -> Iterator[Read]:
         """Yield ranges of at most a block. Dims are in the order of the file."""
-        strides, sizes, itemsize = self.span.strides, self.target.shape, self.dtype.itemsize
-        most = self.most
+        strides, sizes, most = self.span.strides, self.target.shape, self.most
+        itemsize = self.dtype.itemsize
         inner = [_extent(sizes[dim + 1 :], strides[dim + 1 :]) for dim in range(len(sizes))]
         skips = any(
             size > 1 and (stride - its) * itemsize >= SKIPPED_NBYTES
@@ -345,10 +345,7 @@ class Files:
     def _blocks(
         self, path: Path, numbers: Sequence[int]
     ) -> Generator[tuple[int, memoryview], None, None]:
-        """Yield (first byte, content) of blocks in order, once the checksum of each was compared.
-
-        The content is valid until the next is yielded. Checksums are computed while the next blocks
-        are read."""
+        """Yield (first byte, content until the next is yielded) of blocks with right checksums."""
         facts = self._checksums[path]
         num_buffers = min(len(numbers), NUM_BUFFERS)
         buffers = [memoryview(bytearray(blocks.BLOCK_NBYTES)) for _ in range(num_buffers)]
@@ -367,11 +364,8 @@ class Files:
                     first, memory, checksum = waiting.popleft()
                     start, expected = facts.block(first).start, facts.checksums[first]
                     if (got := checksum.result()) != expected:
-                        raise damaged(
-                            path,
-                            f"checksum {expected:08x} of the block at byte {start}",
-                            f"checksum {got:08x}",
-                        )
+                        what = f"checksum {expected:08x} of the block at byte {start}"
+                        raise damaged(path, what, f"checksum {got:08x}")
                     yield start, memory
 
 
@@ -400,9 +394,8 @@ def _read_into(descriptor: int, memory: memoryview, start: int, path: Path) -> N
     while memory:
         num_read = os.preadv(descriptor, [memory], start)
         if not num_read:
-            raise damaged(
-                path, f"at least {start + len(memory)} bytes", f"the file ends at {start}"
-            )
+            what = f"at least {start + len(memory)} bytes"
+            raise damaged(path, what, f"the file ends at {start}")
         memory, start = memory[num_read:], start + num_read
 
 
@@ -414,12 +407,9 @@ def read(tensor: StoredTensor, files: Files) -> torch.Tensor:
     return read_box(tensor, whole_box(tensor.shape), files)
 
 
-def read_box(
-    tensor: StoredTensor, box: Box, files: Files, target: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Read a box of a tensor, to ``target`` or new memory. Raises CheckpointError and OSError."""
-    if target is None:
-        target = torch.empty(box.sizes, dtype=tensor.dtype)
+def read_box(tensor: StoredTensor, box: Box, files: Files) -> torch.Tensor:
+    """Return the values of a box of a tensor. Raises CheckpointError and OSError."""
+    target = torch.empty(box.sizes, dtype=tensor.dtype)
     files.read(reads_of(tensor, box, target))
     return target
 
