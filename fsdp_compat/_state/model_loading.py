@@ -115,8 +115,7 @@ def _with_versions(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str
 def _whole(
     own: ModelUnit, wrapper: nn.Module, entries: MutableMapping[str, Any], prefix: str
 ) -> Iterator[None]:
-    """A context for modules that load in their own way: they have whole parameters, and whole
-    values in ``entries``, but for those of inner units. Collective."""
+    """A context with whole parameters and entries, but for inner units'. Collective."""
     named = wrapper.named_modules(remove_duplicate=False)
     units = [path for path, child in named if path and model_unit_of(child) is not None]
     inner = tuple(f"{prefix}{clean_name(path)}." for path in units)
@@ -187,8 +186,7 @@ def _before_load(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *r
 
 
 def _after_load(wrapper: nn.Module, incompatible: Any) -> None:
-    """Report names before wrapping, without sharded forms of parameters. Only the outermost wrapper
-    cleans names: before that it has to recognise its sharded forms in inner modules (ties)."""
+    """Report names before wrapping, without sharded forms, which inner modules may have (ties)."""
     own = registered_unit(wrapper)
     own.unit.view.in_state_dict = False
     prefix, sharded, stack = own.loading
@@ -488,10 +486,9 @@ def _before_load_around(
 
 
 def _filled(model: nn.Module, given: Any, strict: bool, assign: bool) -> Any:
-    """Return the state dict for this rank to load: ``given`` if all ranks have one, or none has;
-    else with values from rank 0. A unit's parameters are sent when it is loaded (`Rank0Value`),
-    other tensors one by one, unless ``assign`` into the model's own memory. Collective. Raises
-    CheckpointError, on all ranks and before anything changes, for a bad dict."""
+    """Return the state dict to load: ``given``, unless only rank 0 has one. Its parameters of units
+    are sent when they are loaded (`Rank0Value`), other tensors now, unless ``assign`` into the
+    model's memory. Collective. Raises CheckpointError on all ranks, before anything changes."""
     units, own = model_units_in(model), model_unit_of(model)
     rendezvous.require_all_ranks(
         "load_state_dict", (group for each in units for group in each.unit.groups), copies=True

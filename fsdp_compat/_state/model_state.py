@@ -146,8 +146,7 @@ def _finished(
     keep_vars: bool,
     wholes: list[torch.Tensor] | None,
 ) -> dict[str, Any]:
-    """Return the entries for what modules have collected, whole parameters in ``wholes`` or, if
-    None, sharded forms; these in the order before sharding."""
+    """Return the entries for what modules have collected: parts of ``wholes``, or sharded forms."""
     slots, is_users_call = list(slots_in(wrapper)), own.unit.summoned and wholes is None
     # Sharded forms of this unit's parameters, also those that an inner unit's modules hold (ties).
     parts = {base + slot.name for slot in slots if slot.unit is own.unit and not own.unit.summoned}
@@ -319,8 +318,7 @@ class _Gathered:
 def _gathered(
     groups: Iterable[Group], prefixes: Sequence[str], wanted: Wanted
 ) -> Iterator[tuple[list[str], _Gathered, int]]:
-    """Yield (names, gathered parameters, the index of one) for all that is wanted, one group in
-    memory at a time if the caller drops it. Collective: all ranks, to the end."""
+    """Yield (names, gathered parameters, index), one group in memory at a time. Collective."""
     for group in groups:
         if names := _chosen(store_of(group), prefixes, wanted):
             gathered = _Gathered(group, list(names))
@@ -356,8 +354,7 @@ def gathered_unit(
 
 
 def _sharded_entries(own: ModelUnit, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, value with this rank's part) of a unit's parameters: boxes, which send nothing;
-    with a mesh DTensors, which are collective, one group gathered at a time."""
+    """Yield (name, value with this rank's part): boxes; with a mesh DTensors. Collective then."""
     config: Any = own.form.state_dict_config
     for group in own.unit.groups:
         if own.device_mesh is None or group.shard.ranks == 1:
@@ -374,8 +371,7 @@ def _sharded_entries(own: ModelUnit, prefix: str) -> Iterator[tuple[str, torch.T
 def _shard_entries(
     own: ModelUnit, group: Group, prefix: str, as_views: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the boxes of one group's parameters, as compact copies; ``as_views``: views of the
-    shard, unless they go to the CPU or some parameters are left out."""
+    """Yield boxes, as copies; ``as_views``: of the shard, if all of it stays on its device."""
     store, to_cpu = store_of(group), own.form.state_dict_config.offload_to_cpu
     is_view = as_views and not to_cpu and own.wanted is everything
     for index, names in _chosen(store, [prefix], own.wanted).items():
@@ -389,10 +385,9 @@ def _shard_entries(
 
 
 def _local_entries(own: ModelUnit, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name of a flat parameter, this rank's shard of it) where anything in it is wanted;
-    with use_orig_params=True first (name of a parameter, this rank's elements), which share the
-    memory: views of the shard, or of a copy on the CPU or with a filter. If one rank holds all,
-    parameters have their own names, as in torch. Nothing is sent."""
+    """Yield (name of a flat parameter, this rank's shard of it), with use_orig_params=True behind
+    views of it by the names of parameters. If one rank holds all, there are whole parameters, as in
+    torch. Shards are copied for the CPU or a filter. Nothing is sent."""
     to_cpu = own.form.state_dict_config.offload_to_cpu
     for flat_name, group, section in named_sections(own.unit):
         store = store_of(group)

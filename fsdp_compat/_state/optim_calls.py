@@ -293,8 +293,7 @@ def _numbering(
 def _groups_of(
     optim_input: Any, optim: Optimizer | None, model: nn.Module, where: str
 ) -> list[dict[str, Any]]:
-    """Return parameter groups in the order in which an optimizer numbers parameters: those of
-    ``optim_input``, else the optimizer's, else one of all parameters."""
+    """Return the groups of ``optim_input``, else the optimizer's, else one of all parameters."""
     if optim_input is None:
         return optim.param_groups if optim is not None else [{"params": list(model.parameters())}]
     try:

@@ -134,8 +134,8 @@ def export_optim_state(
 
 
 def _owned_states(source: _Source, groups: Sequence[Group], form: ExportForm) -> dict[str, Any]:
-    """Return the states of the whole parameters that this rank owns, by name; for whole values
-    those of all ranks, where they are kept. Collective then."""
+    """Return the states of whole parameters, this rank's own or, for whole values, all. Collective
+    then."""
     found = {
         name: snapshot(in_tensors(source.states[parameter]), form.to_cpu)
         for parameter, name in source.ownership.owned
@@ -153,8 +153,7 @@ def _owned_states(source: _Source, groups: Sequence[Group], form: ExportForm) ->
 def _result(
     source: _Source, state: dict[str, Any], groups: Sequence[Mapping[str, Any]], to_cpu: bool
 ) -> dict[str, Any]:
-    """Return the state dict by names, in the optimizer's order. groups: those of the optimizer, or
-    with all "names" in each."""
+    """Return the state dict by names. groups: the optimizer's, or with all "names" in each."""
     names_in = source.ownership.names_in
     for parameter, name in source.ownership.unmanaged:
         if parameter in source.states:
@@ -302,9 +301,8 @@ def _agreed(by_rank: Sequence[Mapping[Any, _StateFacts]]) -> dict[Any, _StateFac
 def _agree(
     source: _Source | None, groups: Sequence[Group], problem: Exception | None, where: str
 ) -> dict[int, list[Any]]:
-    """Return the facts of each group by its id, in rank order. problem: why there is no ``source``;
-    raised here, and as UsageError on all other ranks. Collective: a small exchange for each set of
-    ranks, smaller ones first, so that errors in one reach the sets around it."""
+    """Return the facts of each group by its id, in rank order. Collective, a small exchange for
+    each set of ranks: raises ``problem``, why there is no ``source``, on all ranks."""
     text = ""
     if problem is not None:
         text = explain(
@@ -349,7 +347,7 @@ def _agree(
 
 
 def _communicators(groups: Sequence[Group]) -> list[tuple[Transport, list[Group]]]:
-    """Return the sets of several ranks that hold the same groups, smaller ones first."""
+    """Return the sets of ranks that hold the same groups; smaller ones tell larger ones."""
     found: dict[Transport, list[Group]] = {}
     for group in groups:
         for communicator in (group.shard, *group.tensor_parallel):

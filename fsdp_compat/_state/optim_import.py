@@ -148,8 +148,7 @@ def _refuse_together(
 def _require_senders(
     have: Sequence[bool], from_rank0: bool, groups: Iterable[Group], num_ranks: int, where: str
 ) -> None:
-    """Raise UsageError unless rank 0 can send its dict to the ranks without. have: by rank, or of
-    this one alone."""
+    """Raise UsageError unless rank 0 can send its dict. have: by rank, or of this one alone."""
     missing = [rank for rank, has in enumerate(have) if not has]
     if not from_rank0 or 0 in missing:
         ranks = f" on rank(s) {textwrap.shorten(str(missing), 100)} of {len(have)}"
@@ -214,8 +213,8 @@ def _read(
     order: Sequence[str],
     where: str,
 ) -> _Given:
-    """Check a state dict. order: the names of all parameters before wrapping. Raises UsageError for
-    an object that is not an optimizer's state dict, CheckpointError for one that does not fit."""
+    """Return a state dict that fits. order: of the names before wrapping. Raises UsageError for
+    anything else than a state dict, CheckpointError for one that does not fit."""
     is_damaged = isinstance(state_dict, Mapping) and "state" in state_dict
     error = CheckpointError if is_damaged else UsageError
     require_state_dict(state_dict, where, error, ownership.is_user_key)
@@ -349,9 +348,8 @@ def _cut_states(
 
 
 def _cut_names(ownership: ParamOwnership, key: Any, values: Mapping[str, Any]) -> set[str]:
-    """Return the parameters whose state ``key`` has one element per element. values: of managed
-    parameters, by name. Of a 0-d one it looks like a count: others decide, or the name. Raises
-    CheckpointError unless it fits and is of one kind; unsharded ones may have any."""
+    """Return the parameters whose state ``key`` has one element per element; of 0-d ones, whose
+    states look like counts, others or the name decide. Raises CheckpointError for a wrong one."""
     shapes, whole = dict[str, tuple[int, ...]](), set[str]()
     for name in values:
         param, index = ownership.by_name[name]

@@ -55,8 +55,7 @@ def _differ(one: Tensor, other: Tensor) -> bool:
 def _updates(
     make: Make, device: torch.device, shapes: Sequence[tuple[int, ...]], run: slice | None = None
 ) -> list[Tensor] | None:
-    """Return the sum of some updates of each parameter; None if a step fails. run: only these
-    elements, 1-D."""
+    """Return the sum of some updates of each parameter, or of a ``run``; None if a step fails."""
     with _own_random_state(device), torch.enable_grad():
         values = [_random(shape, number) for number, shape in enumerate(shapes)]
         # Much the same in each step, as then estimated step sizes grow. The second parameter's are

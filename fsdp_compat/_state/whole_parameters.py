@@ -303,8 +303,7 @@ class WholeParameterOptimizer(CompositeOptimizer):
         )
 
     def _put_together(self, states: Mapping[Any, Any]) -> Mapping[Any, Any]:
-        """Return states with the tensors that wrap others, by number, as a first step makes
-        them."""
+        """Return states with the tensors that wrap others, as a first step makes them."""
         owned = {key: state for key, state in states.items() if isinstance(key, int)}
         if not any(isinstance(v, Mapping) for state in owned.values() for v in state.values()):
             return states
@@ -426,8 +425,7 @@ def _params_of(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def _made(name: str, make: Make, given: list[nn.Parameter], example: torch.Tensor) -> Optimizer:
-    """Return the optimizer that a user's function makes. Raises UsageError unless it holds what it
-    was given."""
+    """Return what a user's function makes. Raises UsageError unless it holds what it was given."""
     if not given:
         given = [nn.Parameter(torch.zeros_like(example))]
         register_whole(given[0])

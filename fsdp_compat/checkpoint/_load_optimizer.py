@@ -90,9 +90,8 @@ class OptimizerLoadPlan:
         """Load the states that were read, and the settings."""
         optimizer = self._optimizer
         numbers = {parameter: number for number, parameter in enumerate(self._params)}
-        with_state = self._kept & optimizer.state.keys()
-        kept = {p: optimizer.state[p] for p in self._params if p in with_state}
         states: dict[Any, Any] = optimizer.state
+        kept = {p: states[p] for p in self._params if p in self._kept and p in states}
         users = {k: v for k, v in states.items() if not isinstance(k, torch.Tensor)} | self._users
         state = {
             parameter: {key: _as_state(key, value, parameter) for key, value in values.items()}
@@ -123,8 +122,7 @@ class OptimizerLoadPlan:
     def _plan_settings(
         self, owned: ParamOwnership, saved: Sequence[Mapping[str, Any]], strict: bool
     ) -> None:
-        """Take for each group the settings its parameters were saved with. Raises CheckpointError
-        if they differ; not strict: the group keeps its own."""
+        """Take the settings that parameters were saved with. Raises as ``settings_for`` does."""
         where = str(self._source.path)
         for number, (match, differences) in enumerate(settings_for(owned, saved, where, strict)):
             group = self._optimizer.param_groups[number]
@@ -231,9 +229,8 @@ def _why_kept(
     classes: Sequence[str],
     optimizer: torch.optim.Optimizer,
 ) -> str:
-    """Return what the checkpoint holds instead of the optimizer's state, or "". A different class
-    may be a subclass or another implementation; another algorithm has other settings, such as SGD's
-    momentum or AdamW's betas."""
+    """Return what the checkpoint holds instead of the optimizer's state, or "". A class of another
+    name may implement the same algorithm, but another algorithm has other settings."""
     if saved is None:
         return "no optimizer state"
     if not classes or all({*classes} & {*classes_of(each)} for each in inner_optimizers(optimizer)):
@@ -248,8 +245,7 @@ def _why_kept(
 def _not_loaded(
     owned: ParamOwnership, saved: Sequence[Mapping[str, Any]], with_state: set[str]
 ) -> Iterator[str]:
-    """Yield, as texts, which parameters only one of the two optimizers has, and which have no saved
-    state although others, ``with_state``, do."""
+    """Yield which parameters only one optimizer has, or have no state where others have."""
     listed = {name for group in saved for name in group["params"]}
     for param, contents in owned.held.items():
         is_here = param in owned.numbers
@@ -267,8 +263,7 @@ def _not_loaded(
 
 
 def _as_state(key: Any, value: Any, parameter: torch.Tensor) -> Any:
-    """Move a state to its parameter, in the order of its elements in memory; counts stay on the
-    CPU, where optimizers keep them."""
+    """Move a state to its parameter, laid out as it is; counts stay on the CPU."""
     if not isinstance(value, torch.Tensor) or is_count(key, tuple(value.shape)):
         return value
     if value.shape == parameter.shape and value.stride() != parameter.stride():

@@ -192,8 +192,7 @@ def warn_of_left_out(names: Sequence[str], what: str, stacklevel: int) -> None:
 
 
 def _kinds(optimizer: torch.optim.Optimizer, groups: Sequence[NamedGroup]) -> Kinds:
-    """Return how every state of every managed parameter relates to it. For a 0-d parameter, a state
-    per element looks like a count: the same state of others decides; without any, its name does."""
+    """Return the kind of each state; of 0-d parameters as of others, or else by its name."""
     own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     sharded_params = [
         param for named in groups for param, _ in named.sharded_params if param in own

@@ -191,8 +191,7 @@ STORAGES: dict[str, torch.dtype | None] = {
 def _tensor(
     storage: Any, offset: Any, sizes: Any, strides: Any, *rest: Any, state: Any = None
 ) -> StoredTensor:
-    """Return a strided tensor in a storage; offset and strides in elements. rest: requires_grad,
-    hooks, dtype, flags. Raises Refused if it lies outside."""
+    """Return a strided tensor in a storage. rest: requires_grad, hooks, dtype, flags."""
     if not isinstance(storage, _Storage):
         raise Refused("a tensor without a storage")
     flags = [each for each in rest[2:] if isinstance(each, dict) and any(each.values())]
