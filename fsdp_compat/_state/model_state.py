@@ -7,15 +7,7 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import (
-    Callable,
-    Collection,
-    Iterable,
-    Iterator,
-    Mapping,
-    MutableMapping,
-    Sequence,
-)
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -31,15 +23,7 @@ from ..api import StateDictType
 from ..errors import UsageError, wrong_type
 from .own_ways import StandIn, exact_buffers_of, saves_in_own_way, stand_ins, units_with_say
 from .reading_values import is_sharded, read_part
-from .sharded_values import (
-    BoxedTensor,
-    LocalPart,
-    copied,
-    cut_of,
-    flat_cut,
-    mesh_sharded_value,
-    sharded_value,
-)
+from .sharded_values import LocalPart, copied, cut_of, flat_cut, mesh_sharded_value, sharded_value
 from .summon import Options, full_unit
 from .units import (
     CHECKPOINT_WRAPPED_MODULE,
@@ -226,8 +210,7 @@ def unmanaged_state(model: nn.Module) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def beside_units(model: nn.Module) -> Iterator[dict[str, Any]]:
-    """A context that gives what modules save, with stand-ins for the parameters of units, and for
-    what modules make of them."""
+    """A context with what modules save, and stand-ins for what they make of parameters of units."""
     units, form = model_units_in(model), default_form(StateDictType.LOCAL_STATE_DICT)
     with stand_ins(each.unit for each in units), in_form(units, form):
         state = model.state_dict()
@@ -241,7 +224,7 @@ def beside_units(model: nn.Module) -> Iterator[dict[str, Any]]:
 # -- what is sent
 
 
-def _gathered_groups(module: nn.Module, having: Collection[Unit]) -> Iterator[Group]:
+def _gathered_groups(module: nn.Module, having: set[Unit]) -> Iterator[Group]:
     """Yield the groups that are gathered for a state dict in the form that is set."""
     for each in model_units_in(module):
         is_full = each.form.state_dict_type is StateDictType.FULL_STATE_DICT
@@ -344,9 +327,8 @@ def full_entries(own: ModelUnit, prefix: str) -> Iterator[tuple[str, torch.Tenso
 def gathered_unit(
     unit: Unit, prefixes: Sequence[str], wanted: Wanted, device: torch.device | None
 ) -> list[tuple[list[str], Callable[[], torch.Tensor]]]:
-    """Return (names, function that returns a copy of the whole on ``device``; None: where the unit
-    computes) for what is wanted, with all groups gathered. Collective, and so are the functions for
-    DTensors."""
+    """Return (names, function that returns a copy on ``device``, or where the unit computes) for
+    what is wanted, with all groups gathered. Collective, and so are the functions for DTensors."""
     return [
         (names, functools.partial(gathered.copy, index, device or unit.options.device))
         for names, gathered, index in _gathered(unit.groups, prefixes, wanted)
@@ -377,9 +359,7 @@ def _shard_entries(
     for index, names in _chosen(store, [prefix], own.wanted).items():
         run = store.local_part(index)
         run = run if is_view else copied(run, to_cpu)
-        value = sharded_value(cut_of(group, index, own.group), run)
-        if isinstance(value, BoxedTensor):
-            value.is_view = is_view
+        value = sharded_value(cut_of(group, index, own.group), run, is_view)
         for name in names:
             yield name, value
 

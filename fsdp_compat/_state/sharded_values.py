@@ -423,8 +423,7 @@ def dtype_of(value: Any) -> torch.dtype:
 
 
 def gathered(value: ShardedTensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Return a whole ShardedTensor, or its tensor-parallel part. group: instead of the value's.
-    Collective: one all-gather."""
+    """Return a ShardedTensor, or its tensor-parallel part, whole. Collective in ``group``."""
     metadata, group = value.metadata(), group or value._process_group
     size, origin = tuple(metadata.size), (0,) * len(metadata.size)
     own_shards = [shard.tensor for shard in value.local_shards()]
@@ -490,13 +489,16 @@ torch.serialization.add_safe_globals(
 )
 
 
-def sharded_value(cut: Cut, run: torch.Tensor) -> torch.Tensor:
+def sharded_value(cut: Cut, run: torch.Tensor, is_view: bool = False) -> torch.Tensor:
     """Return the value of a parameter for a sharded state dict, a view of this rank's elements
-    ``run``: boxes, or a plain tensor if one rank has all or there are no elements."""
+    ``run``: boxes, or a plain tensor if one rank has all or there are no elements. is_view: as of
+    ``BoxedTensor``."""
     shape = cut.place.whole_shape
     if not math.prod(shape) or (cut.layout.ranks == 1 and cut.is_of_whole):
         return run.view(shape)
-    return BoxedTensor.of(cut, run)
+    value = BoxedTensor.of(cut, run)
+    value.is_view = is_view
+    return value
 
 
 def mesh_sharded_value(whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
