@@ -28,18 +28,12 @@ from ..errors import (
 from .dry_run import states_to_be
 from .elementwise import warn_of_parts
 from .forms import get_state_dict_type
-from .optim_contents import (
-    classify_all,
-    numbered_names,
-    ownership_of,
-    require_state_dict,
-    require_units,
-)
+from .optim_contents import begin, classify_all, numbered_names, ownership_of, require_state_dict
 from .optim_export import ExportForm, Values, export_optim_state, form_set
 from .optim_import import LoadOptions, import_optim_state
 from .optimizer_patches import cut_state, shapes_of_parts
 from .rank_local import rank_local_names
-from .units import clean_name, names_before, require_idle, units_of
+from .units import clean_name, names_before, units_of
 
 _Input = list[dict[str, Any]] | Iterable[nn.Parameter] | None
 
@@ -135,10 +129,9 @@ def check_optimizer(model: nn.Module, optim: Optimizer) -> list[str]:
     """
     where = "check_optimizer(model, optim)"
     require_model_and_optimizer(model, optim, where)
-    require_idle(model, "check_optimizer")
+    label = f"the state of {type(optim).__name__}"
+    units, _ = begin(model, "check_optimizer", label, meet=False)
     cut_state(optim)
-    label, units = f"the state of {type(optim).__name__}", units_of(model)
-    require_units(units, model, label)
     warn_of_parts(optim, shapes_of_parts(optim), stacklevel=3)
     ownership = ownership_of(optim.param_groups, label, units, model)
     states = states_to_be(ownership, optim)
