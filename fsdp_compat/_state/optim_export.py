@@ -46,13 +46,7 @@ from .optim_contents import (
     snapshot,
 )
 from .optimizer_patches import cut_state
-from .rank_local import (
-    gather_states,
-    gathered_objects,
-    rank_local_names,
-    rank_state,
-    warn_of_layout,
-)
+from .rank_local import gather_objects, gather_states, rank_local_names, rank_state, warn_of_layout
 from .sharded_values import copied, cut_of, mesh_sharded_value, sharded_value
 from .units import model_units_in, refuse_extensions
 
@@ -134,8 +128,7 @@ def export_optim_state(
 
 
 def _owned_states(source: _Source, groups: Sequence[Group], form: ExportForm) -> dict[str, Any]:
-    """Return the states of whole parameters, this rank's own or, for whole values, all. Collective
-    then."""
+    """Return the states of whole parameters: own ones, or whole values of all. Collective then."""
     found = {
         name: snapshot(in_tensors(source.states[parameter]), form.to_cpu)
         for parameter, name in source.ownership.owned
@@ -145,7 +138,7 @@ def _owned_states(source: _Source, groups: Sequence[Group], form: ExportForm) ->
     axes = dict.fromkeys(group.shard for group in groups if group.shard.ranks > 1)
     device = torch.device("cpu") if form.to_cpu else groups[0].store.shard.device
     for axis in axes if form.values is Values.WHOLE else ():
-        for _, states in gathered_objects(axis, own, form.keep, device, "the state that ranks own"):
+        for _, states in gather_objects(axis, own, form.keep, device, "the state that ranks own"):
             found |= states
     return found
 

@@ -34,10 +34,8 @@ class Part:
     runs: tuple[tuple[str, int, int], ...]
 
     def __str__(self) -> str:
-        held = (
-            ", ".join(f"elements {start} to {stop} of {name}" for name, start, stop in self.runs)
-            or "no elements"
-        )
+        runs = [f"elements {start} to {stop} of {name}" for name, start, stop in self.runs]
+        held = ", ".join(runs) or "no elements"
         return f"rank {self.rank} of {self.ranks}, which holds {held}"
 
 
@@ -133,13 +131,13 @@ def gather_states(
             )
     device = torch.device("cpu") if to_cpu else store_of(group).shard.device
     found = list[tuple[str, RankState]]()
-    for rank, states in gathered_objects(group.shard, sent, keep, device, "rank-local state"):
+    for rank, states in gather_objects(group.shard, sent, keep, device, "rank-local state"):
         found += states
         found += kept if rank == group.shard.rank else []
     return found
 
 
-def gathered_objects(
+def gather_objects(
     axis: Transport, own: Any, keep: bool, device: torch.device, what: str
 ) -> Iterator[tuple[int, Any]]:
     """Yield each rank with its object, whose tensors are on ``device``; without ``keep`` nothing.
