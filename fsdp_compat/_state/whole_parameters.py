@@ -5,7 +5,6 @@ values back to the shards."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -111,7 +110,7 @@ class WholeParameterOptimizer(CompositeOptimizer):
         """Collective: a choice that is the same on all ranks, or an error on all of them."""
         choice, problem, text = None, None, ""
         try:
-            choice = _Choice.of(units, self._model, select, has_others)
+            choice = _Choice(units, self._model, select, has_others)
             text = repr([(place.name, place.is_selected) for place in choice.places])
         except Exception as error:  # raised after the other ranks have been told
             problem, text = error, str(error)
@@ -314,28 +313,24 @@ class WholeParameterOptimizer(CompositeOptimizer):
         return {**states, **found}
 
 
-@dataclasses.dataclass
 class _Choice:
     """What is stepped whole, and what is not."""
 
-    places: list[Place] = dataclasses.field(default_factory=list)
-    unsharded: list[nn.Parameter] = dataclasses.field(default_factory=list)  # selected
-    rest: list[nn.Parameter] = dataclasses.field(default_factory=list)  # sharded or not
-
-    @staticmethod
-    def of(
-        units: Sequence[NamedUnit], model: nn.Module, select: Select, has_others: bool
-    ) -> _Choice:
+    def __init__(
+        self, units: Sequence[NamedUnit], model: nn.Module, select: Select, has_others: bool
+    ) -> None:
         """Raises UsageError for parameters that cannot be stepped whole."""
-        choice = _Choice()
+        self.places: list[Place] = []
+        self.unsharded: list[nn.Parameter] = []  # selected
+        self.rest: list[nn.Parameter] = []  # sharded or not
         for named in units:
             for group in named.unit.groups:
-                choice._add(group, named.prefix, select, has_others)
+                self._add(group, named.prefix, select, has_others)
         for parameter, contents in contents_of(units, model).items():
             if contents.group is None and parameter.requires_grad:
                 is_selected = select(contents.names[0][1], tuple(parameter.shape))
-                (choice.unsharded if is_selected else choice.rest).append(parameter)
-        if not choice.unsharded and not any(place.is_selected for place in choice.places):
+                (self.unsharded if is_selected else self.rest).append(parameter)
+        if not self.unsharded and not any(place.is_selected for place in self.places):
             raise UsageError.of(
                 "No parameter is selected.",
                 expected="a trainable parameter that is stepped whole",
@@ -343,7 +338,6 @@ class _Choice:
                 where=f"{_WHAT}(select=)",
                 fix="select by the name before wrapping, and by the shape of the whole parameter",
             )
-        return choice
 
     def _add(self, group: Group, prefix: str, select: Select, has_others: bool) -> None:
         store = store_of(group)
@@ -377,11 +371,9 @@ class _Choice:
         """A small tensor with as many dims as the selected parameters, at most."""
         shapes = [tuple(parameter.shape) for parameter in self.unsharded]
         shapes += [place.shape for place in self.places if place.is_selected]
-        like, shape = (
-            [*self.unsharded, *(each.value() for each in self.places[:1])][0],
-            max(shapes, key=len),
-        )
-        return torch.zeros(small_shape(shape), dtype=like.dtype, device=like.device)
+        like = [*self.unsharded, *(each.value() for each in self.places[:1])][0]
+        shape = small_shape(max(shapes, key=len))
+        return torch.zeros(shape, dtype=like.dtype, device=like.device)
 
     @property
     def has_rest(self) -> bool:
