@@ -70,12 +70,10 @@ def import_optim_state(
     wanted: LoadOptions,
     where: str,
 ) -> dict[str, Any]:
-    """Return the dict that ``optimizer.load_state_dict`` takes, from one by names, full or sharded,
-    or by numbers. groups: of the optimizer. With whole values on every rank nothing is sent: ranks
-    may load one after the other. Collective if values are sharded or come ``from_rank0``: in one
-    small exchange ranks agree that dicts and optimizers fit. Then only values that are sharded
-    differently are sent; if any rank has None or {}, rank 0's dict, one (group, state) at a time.
-    Raises UsageError or CheckpointError, then on every rank, before that."""
+    """Return the dict that ``optimizer.load_state_dict`` takes, see ``optim_state_dict_to_load``.
+    groups: of the optimizer. Collective if values are sharded or come ``from_rank0``: one small
+    exchange, after which every rank raises UsageError or CheckpointError if one does; then values
+    that are sharded differently or, if a rank has none, rank 0's, one (group, state) at a time."""
     optimizer = "the optimizer" if wanted.optimizer is None else type(wanted.optimizer).__name__
     label = f"the state of {optimizer}"
     entries = state_dict.get("state") if isinstance(state_dict, Mapping) else None
@@ -222,7 +220,15 @@ def _read(
     keys = (*state, *(key for group in groups or () for key in group["params"]))
     names = {key: ownership.name_before(key) for key in keys}
     if any(isinstance(key, int) for key in keys):
-        _refuse_numbers(ownership, where)
+        if ownership.has_owners:  # whose numbers differ by rank
+            raise CheckpointError.of(
+                "The optimizer state is keyed by numbers, and WholeParameterOptimizer by names.",
+                expected="names of parameters",
+                got="numbers, as torch.optim saves them",
+                where=where,
+                fix="give it names first: FSDP.rekey_optim_state_dict(state, "
+                "OptimStateKeyType.PARAM_NAME, plain_model, optim=plain_optimizer)",
+            )
         names |= _names_of_numbers(groups, ownership, order)
     if groups is not None:
         groups = [{**group, "params": [names[key] for key in group["params"]]} for group in groups]
@@ -253,19 +259,6 @@ def _read(
             states[kind][name][key] = value
     check_layout(ownership, states[RANK_LOCAL])
     return _Given(states, groups, user_states)
-
-
-def _refuse_numbers(ownership: ParamOwnership, where: str) -> None:
-    """Raise CheckpointError if the numbers of parameters differ by rank."""
-    if ownership.has_owners:
-        raise CheckpointError.of(
-            "The optimizer state is keyed by numbers, and WholeParameterOptimizer by names.",
-            expected="names of parameters",
-            got="numbers, as torch.optim saves them",
-            where=where,
-            fix="give it names first: FSDP.rekey_optim_state_dict(state, "
-            "OptimStateKeyType.PARAM_NAME, plain_model, optim=plain_optimizer)",
-        )
 
 
 def _refuse_unknown(ownership: ParamOwnership, named: Mapping[str, Any]) -> None:
