@@ -54,9 +54,14 @@ def set_state_dict_type(
     for name in ("state_dict_config", "optim_state_dict_config"):
         _require_config(name, getattr(found, name), type(getattr(default, name)), units)
     wrapped = [model_unit_of(child) for child in module.modules() if not is_lazy(child)]
+    with_dtensors = found
+    if kind is StateDictType.SHARDED_STATE_DICT:  # of units with a device mesh
+        configs: tuple[Any, Any] = found.state_dict_config, found.optim_state_dict_config
+        changed = [dataclasses.replace(config, _use_dtensor=True) for config in configs]
+        with_dtensors = StateDictSettings(kind, *changed)
     before = _one_form([unit for unit in wrapped if unit is not None] or units, module)
     for unit in units:
-        unit.form = found if unit.device_mesh is None else _with_dtensors(found)
+        unit.form = found if unit.device_mesh is None else with_dtensors
     model_loading.follow(module)
     return before
 
@@ -84,15 +89,6 @@ def _require_config(name: str, given: Any, kind: type, units: Sequence[ModelUnit
             where=where,
             fix=f"pass {kind.__name__}(...)",
         )
-
-
-def _with_dtensors(settings: StateDictSettings) -> StateDictSettings:
-    """Return the settings for units with a device mesh: sharded state dicts hold DTensors."""
-    if settings.state_dict_type is not StateDictType.SHARDED_STATE_DICT:
-        return settings
-    configs: tuple[Any, Any] = settings.state_dict_config, settings.optim_state_dict_config
-    with_dtensors = [dataclasses.replace(config, _use_dtensor=True) for config in configs]
-    return StateDictSettings(settings.state_dict_type, *with_dtensors)
 
 
 def get_state_dict_type(module: nn.Module) -> StateDictSettings:
