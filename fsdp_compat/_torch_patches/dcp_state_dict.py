@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import typing
 import warnings
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -114,23 +114,18 @@ def mixed(call: str) -> UsageError:
 # --- the form -------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _form(model: nn.Module, options: Options, model_on_rank0: bool) -> Generator[None, None, None]:
-    """Give our state dicts the requested form inside the context."""
-    if options.full_state_dict:
-        kind = StateDictType.FULL_STATE_DICT
-        config: Any = FullStateDictConfig(
-            offload_to_cpu=options.cpu_offload, rank0_only=model_on_rank0
-        )
-        optim: Any = FullOptimStateDictConfig(
-            offload_to_cpu=options.cpu_offload, rank0_only=options.on_rank0
-        )
-    else:
-        kind = StateDictType.SHARDED_STATE_DICT
-        config = ShardedStateDictConfig(offload_to_cpu=options.cpu_offload)
-        optim = ShardedOptimStateDictConfig(offload_to_cpu=options.cpu_offload)
-    with state_dict_type(model, kind, config, optim):
-        yield
+def _form(
+    model: nn.Module, options: Options, model_on_rank0: bool
+) -> contextlib.AbstractContextManager[None]:
+    """A context in which our state dicts have the requested form."""
+    to_cpu = options.cpu_offload
+    config: Any = ShardedStateDictConfig(offload_to_cpu=to_cpu)
+    optim: Any = ShardedOptimStateDictConfig(offload_to_cpu=to_cpu)
+    if not options.full_state_dict:
+        return state_dict_type(model, StateDictType.SHARDED_STATE_DICT, config, optim)
+    config = FullStateDictConfig(offload_to_cpu=to_cpu, rank0_only=model_on_rank0)
+    optim = FullOptimStateDictConfig(offload_to_cpu=to_cpu, rank0_only=options.on_rank0)
+    return state_dict_type(model, StateDictType.FULL_STATE_DICT, config, optim)
 
 
 def _is_first(model: nn.Module) -> bool:
@@ -223,9 +218,8 @@ def _get_model(
 
     get = _torch_private.unpatched(model, "state_dict")
     if options.full_state_dict and model_unit_of(model) is not None and (frozen or submodules):
-        get = functools.partial(
-            get, filter=lambda name: is_wanted(names.public(name))
-        )  # what is not wanted is not gathered
+        # What is not wanted is not gathered.
+        get = functools.partial(get, filter=lambda name: is_wanted(names.public(name)))
     with _form(model, options, model_on_rank0=options.full_state_dict and options.cpu_offload):
         state = get()
     tensors = (*model.parameters(), *model.buffers()) if options.cpu_offload else ()
