@@ -16,7 +16,7 @@ from .._layout.box import Box
 from ..errors import CheckpointError
 from ._arguments import Rename, renamed
 from ._blocks import changed_meanwhile
-from ._manifest import MANIFEST, file_name, read_manifest
+from ._manifest import MANIFEST, file_name
 from ._named_groups import HeldPart
 from ._progress import progress_bar
 from ._ranks import Ranks
@@ -98,8 +98,7 @@ class Source:
         ]
 
     def number_optimizer(self, names: Sequence[Sequence[str]]) -> None:
-        """Name the numbered parameters of the saved optimizer in the order of ``names``, as torch's
-        ``Optimizer.load_state_dict`` does. Raises CheckpointError."""
+        """Name the saved optimizer's numbered parameters in this order. Raises CheckpointError."""
         archive = self.archive
         groups = archive.param_groups or []
         sizes = [[len(group["params"]) for group in groups], [len(group) for group in names]]
@@ -291,8 +290,7 @@ def open_source(
     """Return the checkpoint at a path. shapes: of the model, for formats without."""
     path = path.parent if path.name == MANIFEST else path
     is_native = (path / MANIFEST).exists() or (path / file_name(0)).exists()
-    if is_native or not path.exists():
-        read_manifest(path) if not is_native else None  # raises
+    if is_native or not path.exists():  # which raises
         return NativeSource(path, rename, call)
     known = shapes()
     archive = open_archive(path, known, ignored, keep_module=True)
