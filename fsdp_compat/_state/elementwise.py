@@ -31,10 +31,9 @@ _told: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 def warn_of_parts(
     optimizer: Optimizer, shapes: Mapping[int, tuple[int, ...]], stacklevel: int
 ) -> None:
-    """Warn, once, if the optimizer would compute something else for whole parameters, or if a
-    choice by shape has left a group empty. Its class is tried on small parameters, with the
-    settings of its groups. shapes: by the number of a group, a whole parameter of which it has a
-    part."""
+    """Warn, once, if the optimizer would compute something else for whole parameters, which is
+    tried on small ones, or if a choice by shape may have left a group empty. shapes: by the number
+    of a group, a whole parameter of which it has a part."""
     if isinstance(optimizer, CompositeOptimizer) or optimizer in _told:
         return
     _told.add(optimizer)

@@ -112,8 +112,7 @@ class ParamOwnership:
         return not store_of(contents.group).has_part([*contents.all_names])
 
     def name_before(self, name: object) -> str:
-        """Return a parameter's name before wrapping, the first of a tied one, and without DDP's
-        ``module.``."""
+        """Return a parameter's first name before wrapping, and without DDP's ``module.``."""
         clean = clean_name(str(name))
         inner = clean.removeprefix("module.")
         return self._first_names.get(clean) or self._first_names.get(inner, clean)
@@ -342,8 +341,7 @@ def classify_all(states: Mapping[nn.Parameter, Mapping[Any, Any]]) -> Kinds:
 
 
 def in_tensors(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return a state with dicts of plain tensors in place of tensors that wrap others, such as
-    torchao's 8-bit moments."""
+    """Return a state with dicts in place of tensors that wrap others, such as 8-bit moments."""
     return {
         key: {name: getattr(value, name) for name in value.__tensor_flatten__()[0]}
         if _is_wrapper(value)

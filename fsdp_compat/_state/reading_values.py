@@ -178,8 +178,7 @@ def is_readable(value: object, cut: Cut) -> bool:
 
 
 def whole_value(value: Any, name: str) -> Any:
-    """Return a value of a state dict as whole tensor; anything else as it is. Collective for a
-    sharded one."""
+    """Return a tensor of a state dict whole; anything else as it is. Collective if sharded."""
     if _torch_private.is_dtensor(value):
         return value.to(value.device_mesh.device_type).full_tensor()
     if isinstance(value, ShardedTensor):

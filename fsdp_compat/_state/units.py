@@ -48,8 +48,7 @@ _WRAPPERS = (FSDP_WRAPPED_MODULE, CHECKPOINT_WRAPPED_MODULE, COMPILED_MODULE)
 
 
 def clean_name(name: str, wrappers: Collection[str] = _WRAPPERS) -> str:
-    """Return a name as it was before FSDP, activation checkpointing or torch.compile wrapped
-    anything."""
+    """Return a name without what FSDP, activation checkpointing and torch.compile add to it."""
     if "_wrapped_module" not in name and COMPILED_MODULE not in name:  # most names
         return name
     return ".".join(part for part in name.split(".") if part not in wrappers)
@@ -227,8 +226,7 @@ def units_of(model: nn.Module, once: bool = True) -> list[NamedUnit]:
 
 
 def managed_names(model: nn.Module, but: Collection[Unit | None] = ()) -> set[str]:
-    """Return the clean names of parameters of units that are not summoned, and of flat ones. but:
-    of which units not."""
+    """Return the clean names of (flat) parameters of units, ``but`` some and summoned ones."""
     found: set[str] = set()
     for named in units_of(model, once=False):
         is_left_out = named.unit.summoned or named.unit in but

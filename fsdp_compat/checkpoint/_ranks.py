@@ -51,8 +51,7 @@ class Ranks:
             self.mailbox.close()
 
     def exchange(self, value: object) -> list[Any]:
-        """Return every rank's ``value`` (JSON), by number. Collective. Raises StateError, on all
-        ranks, if one of them does not get here."""
+        """Return every rank's ``value`` (JSON). Collective. Raises StateError if a rank is lost."""
 
         def work() -> object:
             self.mailbox.post(json.dumps(value))

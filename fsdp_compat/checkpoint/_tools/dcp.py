@@ -70,9 +70,8 @@ def is_dcp(path: Path) -> bool:
 
 
 def read_dcp(path: Path) -> Archive:
-    """Return what is described by ``.metadata``, or ``__0.metadata``, ``__1.metadata``, ... of
-    ranks that do not coordinate. ``left_out`` names values that need classes. Raises
-    CheckpointError for damage, gaps and overlaps; OSError."""
+    """Return what is described by ``.metadata``, or by ``__0.metadata``, ... of ranks that do not
+    coordinate. Raises CheckpointError for damage, gaps and overlaps; OSError."""
     return archive_of(path, KIND, *tree_of(path))
 
 

@@ -84,8 +84,7 @@ def tree_of_ranks(
 ) -> tuple[Any, int, list[str]]:
     """Return the values of all ranks as one, the number of ranks, and what could not be read. Kinds
     of files become sections; a single file without a rank is the only rank's. shapes: see
-    ``FlatParams``. Raises CheckpointError if ranks are missing or files do not belong together;
-    OSError."""
+    ``FlatParams``. Raises CheckpointError for missing or mixed files; OSError."""
     where = paths[0].parent
     groups = _complete_groups(paths, where)
     left_out: list[str] = []

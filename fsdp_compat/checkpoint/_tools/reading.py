@@ -248,8 +248,7 @@ class Files:
         self.require_unchanged(reads)
 
     def require_unchanged(self, reads: Iterable[Read]) -> None:
-        """Raise CheckpointError for a file that was replaced or written to since the places of its
-        tensors were found; OSError."""
+        """Raise CheckpointError for a file that has changed since it was opened; OSError."""
         for path, of_file in _by_file(reads).items():
             if known := {read.span.file for read in of_file} - {None}:
                 with self.descriptor(path) as descriptor:
@@ -296,8 +295,7 @@ class Files:
     # -- checksums
 
     def check(self, reads: Sequence[Read], tick: Tick = no_tick) -> None:
-        """Check each block that a read needs, once, and that files are the same as when they were
-        opened. Raises what ``read`` raises."""
+        """Check each block that a read needs, once, and files. Raises what ``read`` raises."""
         self.require_unchanged(reads)
         for path, numbers in self._blocks_of(reads):
             self.check_blocks(path, numbers, tick)
