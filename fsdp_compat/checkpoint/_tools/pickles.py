@@ -108,11 +108,16 @@ def refused(
 def unpickled(
     data: bytes | io.BytesIO,
     where: Path,
-    table: Table,
     persistent: Callable[[Any], Any] | None = None,
+    *,
+    table: Table,
     ignored: Collection[str] = (),
 ) -> Any:
-    """Return the value of one pickle, see ``torch_save.unpickle``. Reads a stream no further."""
+    """Return the value of one pickle: plain containers and values, with StoredTensor, RankPart,
+    Record (metadata of dcp) and Ignored as leaves. Sizes become tuples, devices and paths texts,
+    time spans seconds, namespaces dicts, arrays tensors. Reads a stream no further. persistent:
+    returns the storage of an id. ignored: full names of classes. Raises CheckpointError for any
+    name that is not in the table, and for damage."""
     with refusing(where):
         stream = io.BytesIO(data) if isinstance(data, bytes) else data
         if stream.getbuffer().nbytes > MAX_TEXT_NBYTES:
@@ -303,21 +308,15 @@ def _key(key: Any) -> Any:
 
 def shape_of(value: Any) -> tuple[int, ...]:
     """Return the sizes of a pickled shape. Raises Refused."""
-    shape = whole_numbers(value, _MAX_DIMS)
+    if not isinstance(value, (tuple, list)) or len(value) > _MAX_DIMS:
+        raise Refused("a shape that is not a short sequence")
     numel = 1
-    for size in shape:
+    for size in value:
+        if type(size) is not int or size < 0:
+            raise Refused("a shape that is not whole numbers from 0 on")
         numel *= max(size, 1)
         if numel >= 1 << 60:  # before the product of huge numbers takes long
             raise Refused("a shape of more than 2**60 elements")
-    return shape
-
-
-def whole_numbers(value: Any, most: int) -> tuple[int, ...]:
-    """Return at most so many numbers from 0 on, as a tuple. Raises Refused."""
-    if not isinstance(value, (tuple, list)) or len(value) > most:
-        raise Refused("a shape that is not a short sequence")
-    if not all(type(size) is int and size >= 0 for size in value):
-        raise Refused("a shape that is not whole numbers from 0 on")
     return tuple(value)
 
 

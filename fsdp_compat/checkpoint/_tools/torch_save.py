@@ -10,7 +10,7 @@ import pickle
 import zipfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,20 +69,6 @@ def read_torch_range(
         if "byteorder" in records and records.content("byteorder") != b"little":
             raise Refused("a file in big-endian byte order")
         return unpickle(records.content("data.pkl"), path, records.storage, ignored=ignored)
-
-
-def unpickle(
-    data: bytes | io.BytesIO,
-    where: Path,
-    persistent: Callable[[Any], Any] | None = None,
-    *,
-    ignored: Collection[str] = (),
-) -> Any:
-    """Return the value of a pickle: plain containers and values, with StoredTensor, RankPart,
-    Record (metadata of dcp) and Ignored as leaves. Sizes become tuples, devices and paths texts,
-    time spans seconds, namespaces dicts, arrays tensors. persistent: returns the storage of an id.
-    ignored: full names of classes. Raises CheckpointError for any other name, and for damage."""
-    return unpickled(data, where, _meaning, persistent, ignored)
 
 
 # -- zip archives
@@ -270,6 +256,9 @@ def _meaning(full_name: str) -> Make | torch.dtype | None:
     if is_class and full_name.startswith(_DESCRIBING):
         return lambda *args, state=None: Record(full_name, args, state)
     return None
+
+
+unpickle = functools.partial(unpickled, table=_meaning)
 
 
 # -- writing
