@@ -213,10 +213,7 @@ def _selected(
         selected.left_out.append(
             f"second names of tied tensors ({left}): safetensors stores a tensor once"
         )
-    if _takes_optimizer(selected, to):
-        _select_optimizer(selected, names)
-    else:
-        selected.states, selected.param_groups = {}, None
+    _select_optimizer(selected, names, to)
     if FORMATS[to].holds_optimizer:
         selected.states = _data_in(selected.states, selected, to)
         selected.param_groups = _data_in(selected.param_groups, selected, to)
@@ -226,23 +223,6 @@ def _selected(
     if any(value is not None for value in archive.extra.values()):
         selected.left_out.append(f"other values ({joined(list(archive.extra), 5, ', ')})")
     return selected
-
-
-def _takes_optimizer(selected: Archive, to: str) -> bool:
-    """Return whether the target can hold the optimizer state; if not, note it."""
-    if selected.param_groups is None and not selected.states:
-        return False
-    problem = None
-    if not FORMATS[to].holds_optimizer:
-        problem = "optimizer state (safetensors holds weights only)"
-    elif selected.is_by_number and to == "native":
-        problem = (
-            "the optimizer state: its parameters are numbered, and a native checkpoint needs "
-            "their names (optimizer_names, --optimizer-names)"
-        )
-    if problem is not None:
-        selected.left_out.append(problem)
-    return problem is None
 
 
 def _select_model(
@@ -271,15 +251,24 @@ def _select_model(
     return {old: taken[first] for old, first in archive.aliases.items() if first in taken} | taken
 
 
-def _select_optimizer(selected: Archive, names: Mapping[str, str]) -> None:
-    """Keep the states of these parameters, under their new names; numbered ones as they are."""
-    if selected.is_by_number:
-        return
-    selected.states = {names[old]: each for old, each in selected.states.items() if old in names}
-    if selected.param_groups is not None:
-        selected.param_groups = [
+def _select_optimizer(selected: Archive, names: Mapping[str, str], to: str) -> None:
+    """Keep the states of these parameters, under their new names, if the target can hold them."""
+    states, groups, problem = selected.states, selected.param_groups, ""
+    if not FORMATS[to].holds_optimizer:
+        problem = "optimizer state (safetensors holds weights only)"
+    elif selected.is_by_number and to == "native":
+        problem = (
+            "the optimizer state: its parameters are numbered, and a native checkpoint needs "
+            "their names (optimizer_names, --optimizer-names)"
+        )
+    if problem:
+        selected.left_out += [problem] if states or groups is not None else []
+        selected.states, selected.param_groups = {}, None
+    elif not selected.is_by_number:
+        selected.states = {names[old]: each for old, each in states.items() if old in names}
+        selected.param_groups = groups and [
             {**group, "params": [names[name] for name in group["params"] if name in names]}
-            for group in selected.param_groups
+            for group in groups
         ]
 
 
