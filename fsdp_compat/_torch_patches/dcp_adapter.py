@@ -44,13 +44,8 @@ def _replace(
     module: types.ModuleType, function: types.FunctionType, ours: Callable[..., Any]
 ) -> Undo:
     """Make ``function(...)`` call ``ours`` for our models, under any name it was imported as."""
-    original = types.FunctionType(
-        function.__code__,
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
+    rest = function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    original = types.FunctionType(function.__code__, *rest)
     original.__kwdefaults__ = function.__kwdefaults__
     signature = inspect.signature(function)
     route = functools.partial(_call, ours, original, signature)
@@ -61,11 +56,8 @@ def _replace(
         setattr(module, function.__name__, routed)
         return functools.partial(setattr, module, function.__name__, function)
     function.__signature__ = signature  # type: ignore[attr-defined]
-    function.__code__, function.__defaults__, function.__kwdefaults__ = (
-        _routed.__code__,
-        None,
-        {_ROUTE: route},
-    )
+    function.__code__, function.__defaults__ = _routed.__code__, None
+    function.__kwdefaults__ = {_ROUTE: route}
     return functools.partial(_restore, function, original)
 
 

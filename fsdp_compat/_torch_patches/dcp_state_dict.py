@@ -136,12 +136,8 @@ def _finished(value: Any, options: Options, live: Collection[int] = ()) -> Any:
     """Finish an unmanaged value; collective for a DTensor. live: storages that are copied."""
     if options.full_state_dict and _torch_private.is_dtensor(value):
         value = value.full_tensor()
-    if (
-        not options.cpu_offload
-        or not isinstance(value, torch.Tensor)
-        or isinstance(value, BoxedTensor)
-        or value.is_meta
-    ):
+    is_whole = isinstance(value, torch.Tensor) and not isinstance(value, BoxedTensor)
+    if not (is_whole and options.cpu_offload) or value.is_meta:
         return value
     is_kept = value.device.type == "cpu" and _torch_private.storage_key(value) not in live
     return value if is_kept else copied(value, to_cpu=True)
