@@ -115,7 +115,7 @@ def _with_versions(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str
 def _whole(
     own: ModelUnit, wrapper: nn.Module, entries: MutableMapping[str, Any], prefix: str
 ) -> Iterator[None]:
-    """A context with whole parameters and entries, but for inner units'. Collective."""
+    """A context with whole parameters and entries, except for inner units. Collective."""
     named = wrapper.named_modules(remove_duplicate=False)
     units = [path for path, child in named if path and model_unit_of(child) is not None]
     inner = tuple(f"{prefix}{clean_name(path)}." for path in units)
@@ -186,7 +186,8 @@ def _before_load(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *r
 
 
 def _after_load(wrapper: nn.Module, incompatible: Any) -> None:
-    """Report names before wrapping, without sharded forms, which inner modules may have (ties)."""
+    """Report names before wrapping, without sharded forms of parameters. Only the outermost wrapper
+    cleans names: before that it has to recognise its sharded forms in inner modules (ties)."""
     own = registered_unit(wrapper)
     own.unit.view.in_state_dict = False
     prefix, sharded, stack = own.loading

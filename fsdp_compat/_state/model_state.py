@@ -365,9 +365,9 @@ def _shard_entries(
 
 
 def _local_entries(own: ModelUnit, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name of a flat parameter, this rank's shard of it), with use_orig_params=True behind
-    views of it by the names of parameters. If one rank holds all, there are whole parameters, as in
-    torch. Shards are copied for the CPU or a filter. Nothing is sent."""
+    """Yield (name of a flat parameter, this rank's shard of it); with use_orig_params=True first
+    views of it under the names of parameters. If one rank holds all, yield whole parameters, as
+    torch does. Shards are copied for the CPU or a filter. Nothing is sent."""
     to_cpu = own.form.state_dict_config.offload_to_cpu
     for flat_name, group, section in named_sections(own.unit):
         store = store_of(group)

@@ -77,7 +77,7 @@ class StandIn(torch.Tensor):
 
 @contextlib.contextmanager
 def stand_ins(units: Iterable[Unit]) -> Generator[list[torch.Tensor], None, None]:
-    """A context in which modules show stand-ins; StateError if they read values. Sends nothing."""
+    """A context in which modules show stand-ins. Raises StateError if one reads a value."""
     with contextlib.ExitStack() as stack:
         for unit in [unit for unit in units if not unit.summoned]:
             unit.view.begin_summon()

@@ -423,7 +423,7 @@ def dtype_of(value: Any) -> torch.dtype:
 
 
 def gathered(value: ShardedTensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Return a ShardedTensor, or its tensor-parallel part, whole. Collective in ``group``."""
+    """Return a whole ShardedTensor, or its tensor-parallel part. Collective in ``group``."""
     metadata, group = value.metadata(), group or value._process_group
     size, origin = tuple(metadata.size), (0,) * len(metadata.size)
     own_shards = [shard.tensor for shard in value.local_shards()]

@@ -226,7 +226,7 @@ def units_of(model: nn.Module, once: bool = True) -> list[NamedUnit]:
 
 
 def managed_names(model: nn.Module, but: Collection[Unit | None] = ()) -> set[str]:
-    """Return the clean names of (flat) parameters of units, ``but`` some and summoned ones."""
+    """Return the clean names of parameters of units that are neither summoned nor in ``but``."""
     found: set[str] = set()
     for named in units_of(model, once=False):
         is_left_out = named.unit.summoned or named.unit in but

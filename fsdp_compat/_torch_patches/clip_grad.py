@@ -75,7 +75,8 @@ def _total_norm(
 def _split_over_ranks(
     grads: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]
 ) -> tuple[dict[int, Group], list[Group]]:
-    """Return {id of a sharded gradient, not of a DTensor: its group}, and all groups in order."""
+    """Return {id of a sharded gradient that torch takes for a whole one: its group}, and the groups
+    of ``parameters``, the same on all ranks if these are; else those of ``grads``."""
     wanted, asked = {id(grad) for grad in grads}, {id(parameter) for parameter in parameters}
     split: dict[int, Group] = {}
     group_of: dict[int, Group] = {}  # by the id of a parameter

@@ -84,7 +84,8 @@ def _write_data(
 def _without_repetition(
     items: list[WriteItem], planner: SavePlanner | None
 ) -> list[list[WriteItem]]:
-    """Split the items into parts that repeat no name nor, with a ``planner``, any memory."""
+    """Split the items into parts without two of a name and, with a ``planner``, without the same
+    memory twice, as of tied ones, which safetensors refuses."""
     parts: list[list[WriteItem]] = []
     taken: list[set[str | int]] = []
     for item in items:

@@ -322,7 +322,8 @@ class _LoadPlan:
         return not how
 
     def _plan_others(self, others: dict[str, Any], strict: bool) -> None:
-        """Plan buffers, unmanaged parameters, and extra state, which may have any shape."""
+        """Plan buffers, unmanaged parameters (saved under any of their names) and extra state. What
+        modules load in their own way keeps the shape that it was saved in."""
         kind = self.source.archive.kind
         fixed = {name for name, value in others_in(self._model).items() if value is not None}
         for held in unmanaged_tensors(self._model, is_written_here=False):

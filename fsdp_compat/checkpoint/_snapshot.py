@@ -192,7 +192,8 @@ def warn_of_left_out(names: Sequence[str], what: str, stacklevel: int) -> None:
 
 
 def _kinds(optimizer: torch.optim.Optimizer, groups: Sequence[NamedGroup]) -> Kinds:
-    """Return the kind of each state; of 0-d parameters as of others, or else by its name."""
+    """Return the kind of each state. A state per element of a 0-d parameter looks like a count: the
+    same state of other parameters decides, or else its name."""
     own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     sharded_params = [
         param for named in groups for param, _ in named.sharded_params if param in own

@@ -193,7 +193,8 @@ def _content(archive: Archive, is_wanted: Callable[[str], bool]) -> dict[str, An
 def _with_numbers(
     files: Files, content: dict[str, Any], opposite: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return tensors of one element as numbers, as step counts, where the other side has one."""
+    """Return the content with numbers for tensors of one element where the other side has a number:
+    formats differ in how they write, for example, the number of steps."""
     found = dict(content)
     for path, value in content.items():
         is_one = isinstance(value, StoredTensor) and value.numel == 1 and comparable(value.dtype)

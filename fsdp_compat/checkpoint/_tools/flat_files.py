@@ -140,7 +140,8 @@ class FlatParams:
         return flat_layout(names, shapes, ranks=1, align=1).params
 
     def _ties_by_value(self, names: list[str], most: int) -> dict[str, str]:
-        """Return matrices that equal an earlier one, with its name; vectors may by chance."""
+        """Return matrices of at most ``most`` elements that equal an earlier one, with its name:
+        torch's full state dicts do not record ties, and vectors are often equal by chance."""
         stored = {} if self._shapes.source is None else self._shapes.source.tensors
         firsts: dict[Any, str] = {}
         ties = {}

@@ -93,7 +93,7 @@ class Merger:
 
 
 def sample(tensor: StoredTensor, files: Files, num_parts: int = 1) -> bytes:
-    """Return the ends of each of about ``num_parts`` parts of a tensor: copies have the same."""
+    """Return the first and the last values of about ``num_parts`` parts, which copies share."""
     found = []
     for part in boxes_of(tensor.shape, max(_SAMPLE_NUMEL, tensor.numel // num_parts)):
         first = next(boxes_of(part.sizes, _SAMPLE_NUMEL))

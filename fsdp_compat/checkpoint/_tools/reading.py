@@ -295,7 +295,7 @@ class Files:
     # -- checksums
 
     def check(self, reads: Sequence[Read], tick: Tick = no_tick) -> None:
-        """Check each block that a read needs, once, and files. Raises what ``read`` raises."""
+        """Check each block that a read needs, once, and that files are unchanged, as ``read``."""
         self.require_unchanged(reads)
         for path, numbers in self._blocks_of(reads):
             self.check_blocks(path, numbers, tick)
@@ -343,7 +343,7 @@ class Files:
     def _blocks(
         self, path: Path, numbers: Sequence[int]
     ) -> Generator[tuple[int, memoryview], None, None]:
-        """Yield (first byte, content until the next is yielded) of blocks with right checksums."""
+        """Yield (first byte, content) of blocks whose checksums fit; it is valid until the next."""
         facts = self._checksums[path]
         num_buffers = min(len(numbers), NUM_BUFFERS)
         buffers = [memoryview(bytearray(blocks.BLOCK_NBYTES)) for _ in range(num_buffers)]

@@ -36,7 +36,8 @@ def archive_of(
     """Return the archive of nested containers of StoredTensors and plain values. Names lose what
     FSDP, activation checkpointing and compilation add. Tensors with the same pieces are tied.
     Several models keep their keys as prefixes, as does the optimizer of that number. Unnamed
-    optimizer state stays numbered. The rest is ``extra``. Raises CheckpointError for too much."""
+    optimizer state stays numbered. The rest is ``extra``. Raises CheckpointError for too many
+    containers."""
     archive = Archive(path, kind, {}, world_size=world_size, left_out=[*left_out], as_saved=tree)
     tree = _unshared(tree, path)
     if not isinstance(tree, dict):
