@@ -109,15 +109,15 @@ def map_tensors(
     return new
 
 
-def tensors_in(value: object) -> list[Tensor]:
-    """Return the tensors of nested containers and plain objects, in order."""
+def tensors_in(value: object, in_plain_objects: bool = True) -> list[Tensor]:
+    """Return the tensors of nested containers and, if asked for, of plain objects, in order."""
     found: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:
         found.append(tensor)
         return tensor
 
-    map_tensors(value, note, in_place=True)
+    map_tensors(value, note, in_place=in_plain_objects)
     return found
 
 

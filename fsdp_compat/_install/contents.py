@@ -11,7 +11,7 @@ from .._front_ends.fully_shard import api as fully_shard_api
 from .._front_ends.fully_shard.fully_shard import fully_shard
 from .._front_ends.fully_shard.handles import GradientReductionHandle, UnshardHandle
 from .._front_ends.fully_shard.module import FSDPModule, share_comm_ctx
-from .._state.units import FSDP_WRAPPED_MODULE
+from .._state.units import FSDP_WRAPPED_MODULE, clean_name
 from . import private_names as private
 
 # What to use in place of a private name that has no meaning here, by module.
@@ -74,7 +74,7 @@ def contents() -> dict[str, dict[str, Any]]:
             "FSDP_WRAPPED_MODULE": FSDP_WRAPPED_MODULE,
             "ModuleWrapPolicy": wrap.ModuleWrapPolicy,
             "_lazy_init": client_attributes.lazy_init,
-            "clean_tensor_name": private.clean_tensor_name,
+            "clean_tensor_name": clean_name,
         },
         "sharded_grad_scaler": {"ShardedGradScaler": sharded_grad_scaler.ShardedGradScaler},
         "_common_utils": {
@@ -93,7 +93,7 @@ def contents() -> dict[str, dict[str, Any]]:
             "_module_handle": private.module_handle,
             "_named_parameters_with_duplicates": private.named_parameters_with_duplicates,
             "_set_fsdp_flattened": private.set_flattened,
-            "clean_tensor_name": private.clean_tensor_name,
+            "clean_tensor_name": clean_name,
             "collect_grad_tensors": private.collect_grad_tensors,
             "replace_grad_tensors": private.replace_grad_tensors,
         },

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .._engine.dtypes import map_tensors
+from .._engine.dtypes import map_tensors, tensors_in
 from .._front_ends.flat.flat_param_handle import FlatParamHandle, handle_of
 from .._front_ends.flat.flat_param_handle import handles_of as handles_of_unit
 from .._front_ends.flat.flat_unit import flat_unit_of, flat_units_in
@@ -24,8 +24,6 @@ T = TypeVar("T")
 
 FSDP_PREFIX = FSDP_WRAPPED_MODULE + "."
 FSDP_FLATTENED = "_fsdp_flattened"
-
-clean_tensor_name = clean_name
 
 
 class FSDPState(ComposableState):
@@ -197,15 +195,7 @@ def names_of_params(
 
 def collect_grad_tensors(output: Any) -> tuple[torch.Tensor, ...]:
     """Return the tensors in nested dicts, lists, tuples and dataclasses that require grad."""
-    found: list[torch.Tensor] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.requires_grad:
-            found.append(tensor)
-        return tensor
-
-    map_tensors(output, note)
-    return tuple(found)
+    return tuple(t for t in tensors_in(output, in_plain_objects=False) if t.requires_grad)
 
 
 def replace_grad_tensors(output: Any, tensors: Iterator[torch.Tensor]) -> Any:

@@ -95,4 +95,4 @@ def _split_over_ranks(
     return split, list(dict.fromkeys(in_order))
 
 
-patches = Patch(lambda: [_torch_private.replace_clipping(_clip, _total_norm)])
+patches = Patch(lambda: _torch_private.replace_clipping(_clip, _total_norm))

@@ -22,6 +22,7 @@ from torch._C._dynamo import eval_frame
 from torch._functorch import pyfunctorch
 from torch.autograd import forward_ad
 from torch.distributed._composable_state import _State
+from torch.distributed.constants import default_pg_timeout
 from torch.nn.utils import clip_grad
 from torch.utils import _python_dispatch, checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -192,38 +193,15 @@ def scale_together(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
 
 def replace_clipping(
     clip: Callable[..., torch.Tensor], total_norm: Callable[..., torch.Tensor]
-) -> Callable[[], None]:
+) -> Iterator[Callable[[], None]]:
     """Clip with ``clip(torch's own function, ...)``, and compute norms with ``total_norm(...)``
-    likewise. Return the undo. Nothing public lets a gradient say that it is a shard. Programs
+    likewise. Yield what reverts it. Nothing public lets a gradient say that it is a shard. Programs
     import the functions by name, so replacements go into the closure of torch's decorator."""
-    undo: list[Callable[[], None]] = []
-    for name, public, replacement in (
-        ("clip_grad_norm_", "clip_grad_norm_", clip),
-        ("_get_total_norm", "get_total_norm", total_norm),
-    ):
-        decorated = getattr(clip_grad, name)
-        original = getattr(decorated, "__wrapped__", None)
-        cells = [
-            cell
-            for cell in decorated.__closure__ or ()
-            if original is not None and cell.cell_contents is original
-        ]
-        if cells:
-            cells[0].cell_contents = functools.partial(replacement, original)
-            undo.append(functools.partial(setattr, cells[0], "cell_contents", original))
-            continue
-        replaced = functools.partial(replacement, decorated)
-        setattr(clip_grad, name, replaced)
-        undo.append(functools.partial(setattr, clip_grad, name, decorated))
-        if getattr(torch.nn.utils, public, None) is decorated:
-            setattr(torch.nn.utils, public, replaced)
-            undo.append(functools.partial(setattr, torch.nn.utils, public, decorated))
-
-    def undo_all() -> None:
-        for step in undo:
-            step()
-
-    return undo_all
+    for name, replacement in (("clip_grad_norm_", clip), ("_get_total_norm", total_norm)):
+        decorated: Any = getattr(clip_grad, name)
+        [cell], original = decorated.__closure__, decorated.__wrapped__
+        cell.cell_contents = functools.partial(replacement, original)
+        yield functools.partial(setattr, cell, "cell_contents", original)
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -320,9 +298,6 @@ def group_named(name: str) -> dist.ProcessGroup | None:
     return next((group for group, its in names.items() if its == name), None)
 
 
-_TIMEOUT = datetime.timedelta(minutes=30)
-
-
 def group_timeout(group: dist.ProcessGroup) -> datetime.timedelta:
     """Return the time limit of a process group. Point-to-point waits need it as an argument."""
     for device in ("cpu", "cuda"):
@@ -330,8 +305,7 @@ def group_timeout(group: dist.ProcessGroup) -> datetime.timedelta:
             return group._get_backend(torch.device(device)).options._timeout
         except (AttributeError, RuntimeError):
             continue
-    default: datetime.timedelta = getattr(dist, "default_pg_timeout", _TIMEOUT)
-    return default
+    return default_pg_timeout
 
 
 _ASYNC_GATHER: Any = AllgatherOptions()
@@ -364,16 +338,11 @@ def start_reduce_scatter(
 
 
 def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """True if a group uses gloo for tensors of a device."""
-    return _backend_name(group, device) == "gloo"
-
-
-def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Return the name of a group's backend for a device type; it may have several."""
+    """True if a group, which may have several backends, uses gloo for tensors of a device."""
     try:
-        return str(group._get_backend(device).name())
+        return group._get_backend(device).name() == "gloo"
     except (RuntimeError, AttributeError):
-        return ""
+        return False
 
 
 def default_store() -> Store | None:
@@ -559,9 +528,7 @@ def chunk_together(tensors: list[torch.Tensor], chunks: int, out: torch.Tensor) 
 
 def keeping_versions(tensors: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
     """A context in which writes to ``tensors`` do not bump their version counters."""
-    keep: Any = getattr(torch.autograd, "_unsafe_preserve_version_counter")  # noqa: B009
-    context: contextlib.AbstractContextManager[None] = keep(tuple(tensors))
-    return context
+    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))  # type: ignore[attr-defined, no-any-return]
 
 
 def place_in_file(name: str, start: int, nbytes: int) -> Any:
