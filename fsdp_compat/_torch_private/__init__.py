@@ -528,7 +528,7 @@ def chunk_together(tensors: list[torch.Tensor], chunks: int, out: torch.Tensor) 
 
 def keeping_versions(tensors: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
     """A context in which writes to ``tensors`` do not bump their version counters."""
-    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))  # type: ignore[attr-defined, no-any-return]
+    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))  # type: ignore[attr-defined]
 
 
 def place_in_file(name: str, start: int, nbytes: int) -> Any:

@@ -15,7 +15,7 @@ from torch import nn
 
 from ..._stores.flat_store import FlatParameter
 from ...api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, StateDictType
-from .flat_param_handle import FlatParamHandle, handle_of, handles_of
+from .flat_param_handle import FlatParamHandle, handle_of, handles_of, reading
 from .flat_unit import FlatUnit, flat_units_in
 from .settings import PREFETCHES
 
@@ -37,13 +37,14 @@ def lazy_init(state: nn.Module, module: nn.Module) -> nn.Module:
 
 
 def root_pre_forward(
-    state: nn.Module,
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    state: nn.Module, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Torch's ``_root_pre_forward``; forward needs no preparation here."""
     return args, kwargs
+
+
+def _setting(name: str, doc: str) -> Any:
+    return reading(f"_fsdp_model_unit.settings.{name}", doc)
 
 
 class ClientAttributes(nn.Module):
@@ -53,25 +54,12 @@ class ClientAttributes(nn.Module):
 
     # -- constructor arguments
 
-    @property
-    def mixed_precision(self) -> MixedPrecision:
-        """The argument of that name."""
-        return self._fsdp_model_unit.settings.mixed_precision
-
-    @property
-    def sharding_strategy(self) -> ShardingStrategy:
-        """The argument of that name."""
-        return self._fsdp_model_unit.settings.strategy
-
-    @property
-    def forward_prefetch(self) -> bool:
-        """The argument of that name."""
-        return self._fsdp_model_unit.settings.forward_prefetch
-
-    @property
-    def limit_all_gathers(self) -> bool:
-        """The argument of that name."""
-        return self._fsdp_model_unit.settings.limit_all_gathers
+    mixed_precision: MixedPrecision = _setting("mixed_precision", "The argument of that name.")
+    sharding_strategy: ShardingStrategy = _setting("strategy", "The argument of that name.")
+    forward_prefetch: bool = _setting("forward_prefetch", "The argument of that name.")
+    limit_all_gathers: bool = _setting("limit_all_gathers", "The argument of that name.")
+    compute_device: torch.device = _setting("device", "Where forward and backward run.")
+    process_group: dist.ProcessGroup = _setting("group", "The ranks that shard one copy.")
 
     @property
     def backward_prefetch(self) -> BackwardPrefetch | None:
@@ -82,16 +70,6 @@ class ClientAttributes(nn.Module):
     def cpu_offload(self) -> CPUOffload:
         """Whether shards, gradients and optimizer state are on the CPU."""
         return CPUOffload(offload_params=self._fsdp_model_unit.settings.offload)
-
-    @property
-    def compute_device(self) -> torch.device:
-        """The device on which forward and backward run."""
-        return self._fsdp_model_unit.settings.device
-
-    @property
-    def process_group(self) -> dist.ProcessGroup:
-        """The ranks over which one copy of the parameters is sharded."""
-        return self._fsdp_model_unit.settings.group
 
     @property
     def rank(self) -> int:
@@ -117,6 +95,8 @@ class ClientAttributes(nn.Module):
         if own.unit.summoned:
             return TrainingState.SUMMON_FULL_PARAMS
         return TrainingState.FORWARD_BACKWARD if own.runtime.runs else TrainingState.IDLE
+
+    _state_dict_type: StateDictType = reading("_fsdp_model_unit.form.state_dict_type")
 
     @property
     def _has_params(self) -> bool:
@@ -145,10 +125,6 @@ class ClientAttributes(nn.Module):
     def _all_handles(self) -> list[FlatParamHandle]:
         """The handles of all units in the model."""
         return [handle for unit in flat_units_in(self) for handle in handles_of(unit)]
-
-    @property
-    def _state_dict_type(self) -> StateDictType:
-        return self._fsdp_model_unit.form.state_dict_type
 
     @property
     def _exec_order_data(self) -> types.SimpleNamespace:

@@ -24,6 +24,7 @@ from ..._stores.flat_store import FlatParameter, FlatStore
 from ...api import MixedPrecision, as_ours
 from ...errors import UsageError
 from ...wrap import (
+    ModuleWrapPolicy,
     as_set_of_classes,
     checked_choice,
     checked_function,
@@ -354,12 +355,8 @@ def _or_instances(
     function: Callable[..., bool], classes: tuple[type[nn.Module], ...]
 ) -> Callable[..., bool]:
     """Return a policy function that also chooses all instances of ``classes``."""
-
-    def either(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
-        chosen = function(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel)
-        return chosen or recurse or isinstance(module, classes)
-
-    return either
+    instances = ModuleWrapPolicy(classes)
+    return lambda **arguments: function(**arguments) or instances(**arguments)
 
 
 def _never_called(root: nn.Module) -> set[nn.Module]:
@@ -374,15 +371,9 @@ def _never_called(root: nn.Module) -> set[nn.Module]:
 
 
 def _not_a_policy(policy: object, root: nn.Module) -> UsageError:
-    fix = "pass a policy, such as ModuleWrapPolicy({Block})"
-    if isinstance(policy, type):
-        fix = (
-            f"pass ModuleWrapPolicy({as_set_of_classes(policy)})"
-            if issubclass(policy, nn.Module)
-            else f"pass {policy.__name__}(...)"
-        )
-    elif isinstance(policy, (set, frozenset, list, tuple)):
-        fix = f"pass ModuleWrapPolicy({as_set_of_classes(policy)})"
+    fix = f"pass a policy, such as ModuleWrapPolicy({as_set_of_classes(policy)})"
+    if isinstance(policy, type) and not issubclass(policy, nn.Module):
+        fix = f"pass {policy.__name__}(...)"
     return UsageError.of(
         "auto_wrap_policy is not a policy.",
         expected='"auto", class names, a ModuleWrapPolicy, a CustomPolicy, or a function '

@@ -6,6 +6,7 @@ unit and runtime are then rebuilt around them."""
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -55,7 +56,7 @@ def reduced(wrapper: nn.Module) -> tuple[Any, ...]:
     below it together, so that tensors that share a storage still share it after loading."""
     global _pickling
     if _pickling:
-        return _blank, (type(wrapper),), _parts(wrapper)
+        return copyreg.__newobj__, (type(wrapper),), _parts(wrapper)  # type: ignore[attr-defined]
     _require_rest(wrapper, "pickle")
     _pickling = True
     try:
@@ -65,7 +66,7 @@ def reduced(wrapper: nn.Module) -> tuple[Any, ...]:
                     _require_rest(below, "pickle")
                     stack.enter_context(_withdrawn(flat_unit_of(below)))
             # A tensor, because torch.save writes some bytes of a bytes object as two.
-            return _unpacked, (packed_bytes(wrapper),)
+            return unpacked, (packed_bytes(wrapper), None)
     finally:
         _pickling = False
 
@@ -84,14 +85,6 @@ def _parts(wrapper: nn.Module) -> tuple[Any, ...]:
         own.attribute_order,
         own.form,
     )
-
-
-def _unpacked(packed: torch.Tensor) -> Any:
-    return unpacked(packed, None)
-
-
-def _blank(cls: type[nn.Module]) -> nn.Module:
-    return cls.__new__(cls)
 
 
 def restore(wrapper: nn.Module, parts: tuple[Any, ...]) -> None:

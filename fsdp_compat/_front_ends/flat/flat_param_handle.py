@@ -4,6 +4,7 @@ parameters through it. Training never calls it, so replacing its methods has no 
 from __future__ import annotations
 
 import contextlib
+import operator
 import weakref
 from typing import Any, TypeVar
 
@@ -67,6 +68,11 @@ def _alive(reference: weakref.ref[_T]) -> _T:
             fix="keep the model, and get its handles from it when you need them",
         )
     return found
+
+
+def reading(path: str, doc: str | None = None) -> Any:
+    """Return a property that reads an attribute, given by a dotted path."""
+    return property(operator.attrgetter(path), doc=doc)
 
 
 class FlatParamHandle:
@@ -148,26 +154,14 @@ class FlatParamHandle:
         data, flat.data = flat.data, shard
         return data if data.shape == shard.shape else None
 
-    @property
-    def _fwd_bwd_param_dtype(self) -> torch.dtype:
-        return self._group.gather_dtype
-
-    @property
-    def _reduce_dtype(self) -> torch.dtype:
-        return self._group.reduce_dtype
-
-    @property
-    def _offload_params(self) -> bool:
-        return self._owner.settings.offload
+    _fwd_bwd_param_dtype: torch.dtype = reading("_group.gather_dtype")
+    _reduce_dtype: torch.dtype = reading("_group.reduce_dtype")
+    _offload_params: bool = reading("_owner.settings.offload")
+    device: torch.device = reading("_owner.settings.device", "Where parameters are computed with.")
 
     @property
     def _use_orig_params(self) -> bool:
         return self._flat_store.flat_parameter is None
-
-    @property
-    def device(self) -> torch.device:
-        """The device that computes with the parameters."""
-        return self._owner.settings.device
 
     @property
     def uses_sharded_strategy(self) -> bool:
@@ -195,9 +189,9 @@ class FlatParamHandle:
         own.runtime.reshard_all([own.unit])
         rendezvous.require_all_ranks("unshard", own.unit.groups)
         nothing_kept = Options(False, False, False, False, False)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(full_parameters([own.unit], nothing_kept))
-            _shown[own] = stack.pop_all()
+        shown = contextlib.ExitStack()
+        shown.enter_context(full_parameters([own.unit], nothing_kept))
+        _shown[own] = shown
 
     def reshard(self, free_unsharded_flat_param: bool = True) -> None:
         """Free the unit's unsharded parameters, unless its forward is running."""
