@@ -151,9 +151,8 @@ def _verdicts(number: int, sequences: Sequences) -> list[str]:
         elif _named(later[most]) == _named(record) and _named(later[rank]) != usual:
             lines.append(f"  Rank {rank} skipped the {usual}, or rank {most} did it once more.")
         else:
-            lines.append(
-                f"  Rank {rank} has the {_named(record)} where rank {most} has the {usual}."
-            )
+            has = f"  Rank {rank} has the {_named(record)}"
+            lines.append(f"{has} where rank {most} has the {usual}.")
     return lines
 
 
@@ -185,11 +184,8 @@ def _slowest(boxes: Boxes) -> list[str]:
     ]
 
 
-def _times(
-    records: Sequence[Record],
-) -> tuple[float, dict[tuple[str, str], list[float]]]:
-    """Return the share of the time that is spent in waits, and the milliseconds from the end of
-    each wait to the next wait of the same forward, by the units of both."""
+def _times(records: Sequence[Record]) -> tuple[float, dict[tuple[str, str], list[float]]]:
+    """Return the share of time spent in waits, and the ms between two in a forward, by units."""
     waits = [record for record in records if record.event == events.WAITING and record.until]
     between = collections.defaultdict[tuple[str, str], list[float]](list)
     for last, record in itertools.pairwise(waits):

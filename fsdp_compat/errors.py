@@ -163,30 +163,25 @@ def takes(function: Callable[..., Any], num_arguments: int) -> bool:
     return True
 
 
-def with_arguments_checked(fix: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Let a function raise TypeUsageError for arguments that it does not have. fix: what to do."""
+def with_arguments_checked(function: Callable[P, T]) -> Callable[P, T]:
+    """Let a front end raise TypeUsageError for arguments that it does not have."""
+    signature, name = inspect.signature(function), function.__qualname__.removesuffix(".__init__")
 
-    def checked(function: Callable[P, T]) -> Callable[P, T]:
-        signature = inspect.signature(function)
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeUsageError.of(
+                f"{name} cannot be called like this.",
+                expected=", ".join(each for each in signature.parameters if each != "self"),
+                got=str(error).removeprefix("got "),
+                where=f"the arguments of {name}",
+                fix="see examples/MIGRATING.md for the arguments of DDP and of both front ends",
+            ) from None
+        return function(*args, **kwargs)
 
-        @functools.wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> T:
-            try:
-                signature.bind(*args, **kwargs)
-            except TypeError as error:
-                name = function.__qualname__.removesuffix(".__init__")
-                raise TypeUsageError.of(
-                    f"{name} cannot be called like this.",
-                    expected=", ".join(each for each in signature.parameters if each != "self"),
-                    got=str(error).removeprefix("got "),
-                    where=f"the arguments of {name}",
-                    fix=fix,
-                ) from None
-            return function(*args, **kwargs)
-
-        return call
-
-    return checked
+    return call
 
 
 def function_or_none(name: str, given: Any, argument: str, where: str) -> Any:

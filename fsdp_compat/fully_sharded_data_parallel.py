@@ -119,7 +119,7 @@ class FullyShardedDataParallel(ClientAttributes):
     # Methods of the wrapped module that run like forward, see register_fsdp_forward_method.
     _forward_methods: dict[str, bool | None]
 
-    @with_arguments_checked("see examples/MIGRATING.md for DDP's and fully_shard's arguments")
+    @with_arguments_checked
     def __init__(
         self,
         module: nn.Module,

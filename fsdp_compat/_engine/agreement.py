@@ -22,6 +22,7 @@ from ..errors import UsageError
 from .unit import Unit
 
 Facts = Sequence[str]  # in the order in which differences are reported
+_NOTHING = "nothing more"
 
 
 def unit(name: str) -> str:
@@ -52,17 +53,16 @@ def require_units_alike(units: Iterable[Unit], device: torch.device, where: str)
 
 
 def require_all_alike(parts: Iterable[tuple[Mesh, torch.device, Facts]], where: str) -> None:
-    """Do as ``require_alike`` once for each mesh, with all facts over that mesh. Collective."""
+    """Raise UsageError, on all ranks of a mesh, if their facts over it differ. Collective."""
     by_mesh: dict[object, tuple[Mesh, torch.device, list[str]]] = {}
     for mesh, device, facts in parts:
         key = mesh.shard.members, mesh.replica.members
         by_mesh.setdefault(key, (mesh, device, []))[-1].extend(facts)
     for mesh, device, found in by_mesh.values():
-        require_alike(found, mesh, device, where)
+        _require_alike(found, mesh, device, where)
 
 
-def require_alike(facts: Facts, mesh: Mesh, device: torch.device, where: str) -> None:
-    """Raise UsageError, on all ranks of a mesh, if their facts differ. Collective."""
+def _require_alike(facts: Facts, mesh: Mesh, device: torch.device, where: str) -> None:
     axes = [axis for axis in (mesh.shard, mesh.replica) if axis.ranks > 1]
     if not axes or device.type == "meta":  # a simulation: tensors have no values
         return
@@ -80,7 +80,7 @@ def require_alike(facts: Facts, mesh: Mesh, device: torch.device, where: str) ->
         "The models of the ranks differ.",
         expected="the same units, parameters and settings, in the same order, on all of the "
         f"ranks {named(sorted(lengths))}",
-        got=_difference(_gathered(_fact(facts, at), mesh, communicators), facts[:at]),
+        got=_difference(_gathered([*facts, _NOTHING][at], mesh, communicators), facts[:at]),
         where=f"{where}, at {progress.location()}",
         fix="build the model in the same way on every rank; give modules that only some ranks "
         "have a process group of these ranks",
@@ -107,7 +107,3 @@ def _difference(facts: Mapping[int, str], before: Facts) -> str:
     ]
     units = [fact for fact in before if fact.startswith(("unit ", "the root unit"))]
     return f"{f'in {units[-1]}: ' if units else ''}{'; '.join(shown)}"
-
-
-def _fact(facts: Facts, index: int) -> str:
-    return facts[index] if index < len(facts) else "nothing more"

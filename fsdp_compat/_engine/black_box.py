@@ -82,15 +82,13 @@ class _File:
         self._unwritten = b""  # names for which there was no space
         offset, host = time.time_ns() - time.perf_counter_ns(), socket.gethostname().encode()
         _HEAD.pack_into(self.memory, 0, _MARK, rank, os.getpid(), offset, host[:64])
-        self._num_units, self._has_raised = 0, False
+        self._has_raised = False
 
-    def add_unit(self, label: str) -> int:
-        """Return what stands for a unit in codes."""
+    def add_name(self, label: str) -> None:
+        """Write the name of the next unit."""
         self._unwritten += label.replace("\n", " ").encode(errors="backslashreplace") + b"\n"
         with contextlib.suppress(OSError):
             self._unwritten = self._unwritten[os.write(self._names, self._unwritten) :]
-        self._num_units += 1
-        return min(self._num_units - 1, 65535) * _UNIT
 
     def note(self, event: int, error: BaseException | None) -> None:
         """Write of an event that has no record."""
@@ -144,7 +142,8 @@ def listener(folder: Path, rank: int) -> events.Listener:
         try:
             unit = units[label]
         except KeyError:
-            unit = units[label] = file.add_unit(label)
+            unit = units[label] = min(len(units), 65535) * _UNIT
+            file.add_name(label)
         number += 1
         slot = number % _NUM_RECORDS
         codes[slot] = forward + unit + event

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -124,5 +124,4 @@ def group_members(members: Iterable[OrigParam]) -> list[tuple[Kinds, list[OrigPa
         p = member.parameter
         kind = p.dtype, p.requires_grad, _torch_private.placement(p), p.grad_dtype
         kinds.setdefault(kind, []).append(member)
-    found: Sequence[tuple[Kinds, list[OrigParam]]] = list(kinds.items())
-    return sorted(found, key=lambda item: not item[0][1])
+    return sorted(kinds.items(), key=lambda item: not item[0][1])

@@ -44,19 +44,12 @@ class ShardedPlaceholder:
         self._like, self._device = torch.empty_like(like, device="meta"), like.device
 
     def _used(self, use: str) -> typing.NoReturn:
-        unit, module, attribute, path = self._unit(), self._module(), self._attribute, ""
-        if unit is not None and module is not None:
-            path = next(
-                (
-                    f"{name}."
-                    for name, child in unit.module.named_modules()
-                    if child is module and name
-                ),
-                "",
-            )
+        unit, module = self._unit(), self._module()
+        named = unit.module.named_modules() if unit is not None else ()
+        path = next((f"{name}." for name, child in named if child is module and name), "")
         label = unit.label if unit is not None else "a unit that no longer exists"
         raise UsedWhileSharded.of(
-            f"Parameter {path + attribute!r} was used while its unit is sharded: this rank "
+            f"Parameter {path + self._attribute!r} was used while its unit is sharded: this rank "
             "holds at most a part of it.",
             expected="a use inside the unit's forward, where its parameters are whole",
             got=use,
@@ -135,13 +128,8 @@ for _name in (
 def _first_placeholder(value: Any) -> ShardedPlaceholder | None:
     if isinstance(value, ShardedPlaceholder):
         return value
-    items = (
-        value.values()
-        if isinstance(value, dict)
-        else value
-        if isinstance(value, (tuple, list))
-        else ()
-    )
+    values = value.values() if isinstance(value, dict) else value
+    items = values if isinstance(value, (dict, tuple, list)) else ()
     return next((found for item in items if (found := _first_placeholder(item)) is not None), None)
 
 

@@ -72,15 +72,10 @@ class Preparation:
         tensors = _slots_of(modules)
         left = {slot for slot in filled if is_uninitialised(tensors[slot])}
         if self._broadcast_over is not None:
-            sent = {
-                slot: tensor
-                for slot, tensor in tensors.items()
-                if tensor not in self._not_broadcast
-            }
+            sent = {slot: t for slot, t in tensors.items() if t not in self._not_broadcast}
             # NaN from rank 0 counts as a value, unless rank 0 marks the tensor as uninitialised.
-            marks = torch.tensor(
-                [slot in left for slot in sent], dtype=torch.uint8, device=self._device
-            )
+            is_left = [slot in left for slot in sent]
+            marks = torch.tensor(is_left, dtype=torch.uint8, device=self._device)
             broadcast_states([*sent.values(), marks], self._broadcast_over, self._device)
             if not self._simulated:
                 left.difference_update(sent)
@@ -223,14 +218,11 @@ def broadcast_states(states: Iterable[Tensor], mesh: Mesh, device: torch.device)
             for tensor in tensors.values():
                 # Elements of expanded tensors share memory: send each only once.
                 for dim, stride in enumerate(tensor.stride()):
-                    tensor = (
-                        tensor.narrow(dim, 0, min(1, tensor.shape[dim])) if stride == 0 else tensor
-                    )
+                    if stride == 0:
+                        tensor = tensor.narrow(dim, 0, min(1, tensor.shape[dim]))
                 packed = tensor.to(device).contiguous()
                 if 0 in packed.stride():
-                    packed = torch.empty(packed.shape, dtype=packed.dtype, device=device).copy_(
-                        packed
-                    )
+                    packed = packed.new_empty(packed.shape).copy_(packed)
                 comm.broadcast([packed], "the first rank's parameters and buffers")
                 if packed.data_ptr() != tensor.data_ptr():
                     tensor.copy_(packed)

@@ -147,12 +147,9 @@ class GroupMemory:
         self._copy: _Copy | _Split | None = None  # fills parameters that do not view the output
         self._unpack = store.unpack if store.has_extension else None
         if not store.params_view_output:
-            self._own_storages = list(
-                {
-                    _torch_private.storage_key(tensor): Storage(tensor)
-                    for tensor in store.private_memory(self.unsharded_params)
-                }.values()
-            )
+            tensors = store.private_memory(self.unsharded_params)
+            by_key = {_torch_private.storage_key(tensor): Storage(tensor) for tensor in tensors}
+            self._own_storages = list(by_key.values())
             copy = store.copies(self.all_gather_output, self.unsharded_params)
             self._copy = (_split_of(copy) if has_streams(device) else None) or copy
         # The parameters view it instead of an all-gather output, or are copied out of it.

@@ -136,7 +136,7 @@ def _apply(module: types.ModuleType) -> list[Undo]:
             )
     undo: list[Undo] = []
     for each in there:
-        log.changed("%s.%s fixed: %s", name, each, fix.what)
+        log.logger.info("%s.%s fixed: %s", name, each, fix.what)
         original = vars(module)[each]
         fixed = functools.wraps(original)(functools.partial(fix.call, original))
         _swap(each, original, fixed)

@@ -68,7 +68,7 @@ class Modules:
             if (kept := sys.modules.get(f"{ROOT}.{name}")) is not None:
                 vars(package)[name] = kept
         dist.fsdp = package
-        log.changed("modules replaced: %s", ", ".join(self.made))
+        log.logger.info("modules replaced: %s", ", ".join(self.made))
         ours = {id(theirs): (theirs, own) for theirs, own in self._counterparts()}
         wrapper = self.made[ROOT].names["FullyShardedDataParallel"]
         for theirs, own in ours.values():
@@ -82,7 +82,7 @@ class Modules:
                     self._swapped.append((namespace, key, value, own))
                     found.append(key)
             if found:
-                log.changed("in module %s: %s", name, ", ".join(found))
+                log.logger.info("in module %s: %s", name, ", ".join(found))
 
     def remove(self) -> None:
         """Let imports find torch's again, including where ours were imported meanwhile."""

@@ -78,12 +78,8 @@ class Clock:
         if kind is Kind.GATHER:
             self._arrives[self.gathering] = self._link_s
 
-    def wait_gather(self, unit: str) -> None:
-        self._wait(self._arrives.pop(unit, 0.0))
-
-    def wait_all(self) -> None:
-        self._wait(self._link_s)
-
-    def _wait(self, until: float) -> None:
+    def wait(self, unit: str | None = None) -> None:
+        """Wait for the all-gather of a unit, or for all collectives."""
+        until = self._link_s if unit is None else self._arrives.pop(unit, 0.0)
         self.exposed_s += max(0.0, until - self.device_s)
         self.device_s = max(self.device_s, until)

@@ -122,13 +122,13 @@ class SimulatedStep:
         if event == events.UNSHARDING:
             self.clock.gathering = label
         elif event == events.WAITING:
-            self.clock.wait_gather(label)
+            self.clock.wait(label)
         elif event == events.UNSHARDED:
             self._enter(self._phase, label)
         elif event == events.REDUCING:
             self._reduced.append(label)
         elif event == events.REDUCED:
-            self.clock.wait_all()
+            self.clock.wait()
         self._mark_gradients()
 
     def _mark_gradients(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import Unpack
 
 from ..._engine.runtime import run_as_forward
 from ...errors import UsageError, with_arguments_checked
@@ -22,37 +23,26 @@ if typing.TYPE_CHECKING:
 _NO_CASTS, _NO_OFFLOADING = MixedPrecisionPolicy(), OffloadPolicy()
 
 
-@typing.overload
-def fully_shard(
-    module: nn.Module,
-    *,
-    mesh: DeviceMesh | None = ...,
-    reshard_after_forward: bool | int | None = ...,
-    shard_placement_fn: Callable[[nn.Parameter], Shard | ShardPlacementResult | None] | None = ...,
-    mp_policy: MixedPrecisionPolicy | None = ...,
-    offload_policy: OffloadPolicy | None = ...,
-    ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: DataParallelMeshDims | None = ...,
-    allow_unused_units: bool = ...,
-) -> FSDPModule: ...
+class _Options(typing.TypedDict, total=False):
+    mesh: DeviceMesh | None
+    reshard_after_forward: bool | int | None
+    shard_placement_fn: Callable[[nn.Parameter], Shard | ShardPlacementResult | None] | None
+    mp_policy: MixedPrecisionPolicy | None
+    offload_policy: OffloadPolicy | None
+    ignored_params: set[nn.Parameter] | None
+    dp_mesh_dims: DataParallelMeshDims | None
+    allow_unused_units: bool
 
 
 @typing.overload
-def fully_shard(
-    module: Sequence[nn.Module],
-    *,
-    mesh: DeviceMesh | None = ...,
-    reshard_after_forward: bool | int | None = ...,
-    shard_placement_fn: Callable[[nn.Parameter], Shard | ShardPlacementResult | None] | None = ...,
-    mp_policy: MixedPrecisionPolicy | None = ...,
-    offload_policy: OffloadPolicy | None = ...,
-    ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: DataParallelMeshDims | None = ...,
-    allow_unused_units: bool = ...,
-) -> list[FSDPModule]: ...
+def fully_shard(module: nn.Module, **options: Unpack[_Options]) -> FSDPModule: ...
 
 
-@with_arguments_checked("see examples/MIGRATING.md for FullyShardedDataParallel's arguments")
+@typing.overload
+def fully_shard(module: Sequence[nn.Module], **options: Unpack[_Options]) -> list[FSDPModule]: ...
+
+
+@with_arguments_checked
 def fully_shard(
     module: Any,
     *,
