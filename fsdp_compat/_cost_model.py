@@ -1,69 +1,14 @@
-"""Estimates how long the kernels, collectives and copies of a training step take, from bytes,
+"""Estimates how long the kernels and collectives of a training step take, from bytes,
 floating-point operations and ranks.
 
-Kernels follow a roofline model; collectives and copies take bandwidth and latency. Concurrent work
-divides shared resources (``Demand``), to an extent that can be chosen (``Contention``). The model
-does not know the efficiency of kernels: ``flops`` and bandwidths are those reached in practice, not
-the data sheet's."""
+Kernels follow a roofline model; collectives take bandwidth and latency. The model does not know the
+efficiency of kernels: ``flops`` and bandwidths are those reached in practice, not the data
+sheet's."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
-from typing import NamedTuple
-
-
-class Demand(NamedTuple):
-    """What work uses of each resource while nothing else runs, as a fraction."""
-
-    memory: float = 0.0  # bandwidth
-    multiprocessors: float = 0.0
-    node: float = 0.0  # link between devices of a node
-    network: float = 0.0  # link between nodes
-    from_host: float = 0.0
-    to_host: float = 0.0
-
-
-class Work(NamedTuple):
-    """One kernel, collective or copy."""
-
-    seconds: float  # while nothing else runs
-    demand: Demand
-
-
-def speeds(demands: Sequence[Demand]) -> list[float]:
-    """Return the speed (at most 1) of each of several concurrent works.
-
-    If their demand for a resource exceeds it, all that use it slow down by the same factor.
-    """
-    totals = [max(1.0, sum(shares)) for shares in zip(*demands, strict=True)]
-    return [
-        1.0 / max(total if share else 1.0 for share, total in zip(demand, totals, strict=True))
-        for demand in demands
-    ]
-
-
-@dataclasses.dataclass(frozen=True)
-class Contention:
-    """What concurrent kernels are assumed to share."""
-
-    matmul: float  # share of the multiprocessors that a matrix product takes
-    memory_bound: float  # the same, of a kernel that only moves bytes
-    collective: float  # the same, of a collective
-    traffic: float  # bytes of memory traffic for each byte that a rank receives
-    has_memory: bool  # whether memory bandwidth is shared
-
-
-CONTENTION = {
-    # Nothing is shared: whatever runs on another stream is free.
-    "free": Contention(0.0, 0.0, 0.0, 0.0, False),
-    "memory": Contention(0.0, 0.0, 0.0, 2.5, True),
-    "sm": Contention(1.0, 0.25, 0.0, 2.5, True),
-    # In addition, a collective takes 16 of 132 multiprocessors.
-    "collectives": Contention(1.0, 0.25, 0.12, 2.5, True),
-    # Kernels that are not collectives run one after the other.
-    "serial": Contention(1.0, 1.0, 0.0, 0.0, False),
-}
+from collections.abc import Collection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,63 +28,22 @@ class Machine:
     launch_s: float  # the shortest time of a kernel
     node: Link  # between the devices of a node
     network: Link  # between nodes, for each device
-    host: Link  # each direction
     ranks_per_node: int
-    contention: Contention = CONTENTION["sm"]
 
-    def kernel(self, nbytes: float, flops: float = 0.0) -> Work:
+    def kernel_s(self, nbytes: float, flops: float = 0.0) -> float:
         """nbytes: read and written. flops: of a matrix product; 0: the kernel only moves bytes."""
-        memory_s = nbytes / self.memory_bandwidth
-        seconds = max(memory_s, flops / self.flops, self.launch_s)
-        contention = self.contention
-        return Work(
-            seconds,
-            Demand(
-                memory=memory_s / seconds if contention.has_memory else 0.0,
-                multiprocessors=contention.matmul if flops else contention.memory_bound,
-            ),
-        )
+        return max(nbytes / self.memory_bandwidth, flops / self.flops, self.launch_s)
 
-    def all_gather(self, nbytes: float, ranks: Collection[int]) -> Work:
-        """nbytes: of the whole output. ranks: of the group."""
-        return self._collective(nbytes * (len(ranks) - 1) / len(ranks), ranks)
-
-    def reduce_scatter(self, nbytes: float, ranks: Collection[int]) -> Work:
-        """nbytes: of the whole input."""
-        return self._collective(nbytes * (len(ranks) - 1) / len(ranks), ranks)
-
-    def all_reduce(self, nbytes: float, ranks: Collection[int]) -> Work:
-        return self._collective(2 * nbytes * (len(ranks) - 1) / len(ranks), ranks)
-
-    def copy(self, nbytes: float, *, to_host: bool) -> Work:
-        """A copy between pinned memory of the host and the device."""
-        return Work(
-            self.host.latency_s + nbytes / self.host.bandwidth,
-            Demand(from_host=float(not to_host), to_host=float(to_host)),
-        )
-
-    def spans_nodes(self, ranks: Collection[int]) -> bool:
-        return len({rank // self.ranks_per_node for rank in ranks}) > 1
-
-    def _collective(self, received: float, ranks: Collection[int]) -> Work:
+    def collective_s(self, received: float, ranks: Collection[int]) -> float:
         """received: bytes that a rank receives. The latency is constant, unlike that of a ring,
         which grows with the ranks."""
         if len(ranks) == 1:
-            return Work(0.0, Demand())
-        spans_nodes = self.spans_nodes(ranks)
-        link = self.network if spans_nodes else self.node
-        seconds = link.latency_s + received / link.bandwidth
-        contention = self.contention
-        traffic = contention.traffic * received / self.memory_bandwidth / seconds
-        return Work(
-            seconds,
-            Demand(
-                memory=min(1.0, traffic) if contention.has_memory else 0.0,
-                multiprocessors=contention.collective,
-                node=float(not spans_nodes),
-                network=float(spans_nodes),
-            ),
-        )
+            return 0.0
+        link = self.network if self.spans_nodes(ranks) else self.node
+        return link.latency_s + received / link.bandwidth
+
+    def spans_nodes(self, ranks: Collection[int]) -> bool:
+        return len({rank // self.ranks_per_node for rank in ranks}) > 1
 
 
 # Nodes of eight on NVLink, with 400 Gb/s of network each.
@@ -149,6 +53,5 @@ H100 = Machine(
     launch_s=4e-6,
     node=Link(360e9, 20e-6),
     network=Link(45e9, 60e-6),
-    host=Link(25e9, 10e-6),
     ranks_per_node=8,
 )

@@ -62,19 +62,12 @@ class Clock:
         flops = simulation.flops_of(func, args, kwargs, result)
         self.flops += flops
         nbytes = sum(each.nbytes for each in (*tensors_in((args, kwargs)), *written))
-        self.device_s += self._machine.kernel(nbytes, flops).seconds
+        self.device_s += self._machine.kernel_s(nbytes, flops)
 
     def send(self, kind: Kind, nbytes: int, ranks: tuple[int, ...]) -> None:
-        """Add a collective; ``nbytes``: that this rank sends."""
-        machine = self._machine
-        whole = nbytes * len(ranks) / max(len(ranks) - 1, 1)
-        if kind is Kind.GATHER:
-            work = machine.all_gather(whole, ranks)
-        elif kind is Kind.REDUCE:
-            work = machine.reduce_scatter(whole, ranks)
-        else:
-            work = machine.all_reduce(whole / 2, ranks)
-        self._link_s = max(self._link_s, self.device_s) + work.seconds
+        """Add a collective; ``nbytes``: that this rank sends, and receives."""
+        took_s = self._machine.collective_s(nbytes, ranks)
+        self._link_s = max(self._link_s, self.device_s) + took_s
         if kind is Kind.GATHER:
             self._arrives[self.gathering] = self._link_s
 

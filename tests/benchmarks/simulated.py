@@ -67,9 +67,10 @@ from simulated_models import (
 )
 from torch import nn
 
-from fsdp_compat._cost_model import CONTENTION, H100, Machine, Work
+from fsdp_compat._cost_model import H100
 from tests.support import emulated
 from tests.support.emulated import nccl
+from tests.support.emulated.contention import CONTENTION, SharedMachine, Work
 from tests.support.emulated.order import (
     DeviceSync,
     EventSync,
@@ -213,7 +214,7 @@ def reducing(wrapped: nn.Module, reduces: bool) -> Iterator[None]:
 class Costs:
     """What the operations of a model would take at the size that it stands for."""
 
-    machine: Machine
+    machine: SharedMachine
     model: Model
     itemsize: int  # of what is computed with
 
@@ -253,9 +254,8 @@ class Costs:
 def simulate(name: str, case: Case, options: argparse.Namespace) -> Row:
     program, ends = record(name, case)
     model = MODELS[case.model_name]()
-    machine = dataclasses.replace(
-        H100, contention=CONTENTION[options.contention], flops=options.tflops * 1e12
-    )
+    alone = dataclasses.replace(H100, flops=options.tflops * 1e12)
+    machine = SharedMachine(alone, contention=CONTENTION[options.contention])
     costs = Costs(machine, model, 2 if case.is_mixed else 4)
     played = play(
         program,

@@ -3,7 +3,7 @@ same time, and how much memory a caching allocator would reserve. Pure and deter
 
 The host enqueues in the program's order and takes time for it; the work of a stream runs in order;
 works that run at the same time slow each other down by what they share
-(``fsdp_compat._cost_model.speeds``). Each stream has a pool, which keeps what it has once reserved.
+(``contention.speeds``). Each stream has a pool, which keeps what it has once reserved.
 A block with readers (``record_stream``) goes back to its pool when their work has ended and the
 host allocates or frees something. Fragmentation is not modelled."""
 
@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from fsdp_compat._cost_model import Work, speeds
+from tests.support.emulated.contention import Work, speeds
 from tests.support.emulated.order import (
     HOST,
     Allocate,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp_compat._cost_model import Demand, Work
+from tests.support.emulated.contention import Demand, Work
 from tests.support.emulated.order import (
     Allocate,
     DeviceSync,
