@@ -90,11 +90,9 @@ def max_in_group(group: dist.ProcessGroup, value: Tensor, what: str) -> Tensor:
     axis = axis_of(group)
     if axis.ranks == 1:
         return value
-    if is_in_python(group):
-        supported = [value.device.type]  # such a group does not list its devices
-    else:
-        supported = [
-            pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")
-        ]  # "cpu:gloo,cuda:nccl"
+    supported = [value.device.type]
+    if not is_in_python(group):  # a group in Python does not list its devices
+        pairs = dist.get_backend_config(group).split(",")  # "cpu:gloo,cuda:nccl"
+        supported = [pair.partition(":")[0] for pair in pairs]
     found = value.clone() if value.device.type in supported else value.to(supported[0])
     return communicator(axis, found.device).max_of(found, what).to(value.device)

@@ -18,6 +18,7 @@ import socket
 import struct
 import sys
 import time
+import traceback
 import types
 import warnings
 from pathlib import Path
@@ -161,14 +162,10 @@ def _columns(data: mmap.mmap | bytes) -> list[memoryview]:
 
 def _described(error: BaseException) -> str:
     """Return the error and the user's innermost line that it came through."""
-    frame: types.FrameType | None = None
-    trace = error.__traceback__
-    while trace is not None:
-        if progress.is_users(trace.tb_frame.f_code.co_filename):
-            frame, line = trace.tb_frame, trace.tb_lineno
-        trace = trace.tb_next
-    first = progress.first_line_of(error)
-    where = f" at {frame.f_code.co_filename}:{line}" if frame is not None else ""
+    first, where = progress.first_line_of(error), ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if progress.is_users(frame.f_code.co_filename):
+            where = f" at {frame.f_code.co_filename}:{line}"
     return f"{type(error).__name__}{': ' * bool(first)}{first}{where}"
 
 

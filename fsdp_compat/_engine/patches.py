@@ -33,6 +33,14 @@ class Patch:
             self._undo.pop()()
 
 
+def set_existing(owner: Any, **values: Any) -> list[Undo]:
+    """Replace attributes that a module or class has itself. Return the undo."""
+    own = {name: vars(owner)[name] for name in values if name in vars(owner)}
+    for name in own:
+        setattr(owner, name, values[name])
+    return [functools.partial(setattr, owner, name, value) for name, value in own.items()]
+
+
 def around_function(module: types.ModuleType, name: str, ours: Callable[..., Any]) -> Undo:
     """Let ``module.name(...)`` call ``ours(original, ...)``. Return the undo."""
     original = vars(module)[name]

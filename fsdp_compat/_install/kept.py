@@ -11,14 +11,14 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from .._engine.patches import Undo
+from .._engine.patches import Undo, set_existing
 from .refusals import EARLIER, too_late
 
 _NOT_NAMED = ("torch.", "fsdp_compat.")
 _ENDS = (types.FrameType, types.ModuleType)
 
 
-def redirect_class(theirs: Any, own: Any) -> Undo:
+def redirect_class(theirs: Any, own: Any) -> list[Undo]:
     """Let torch's wrapper build ours, and its static methods be ours. It becomes the last base of
     ours, so that ``isinstance`` and ``issubclass`` hold; what modules have comes before."""
     warn: Any = functools.cache(_warn)
@@ -31,20 +31,14 @@ def redirect_class(theirs: Any, own: Any) -> Undo:
         object.__setattr__(self, "__class__", own)
         own.__init__(self, *args, **kwargs)
 
-    calls = {name: call for name, call in vars(own).items() if isinstance(call, staticmethod)}
-    new = {**calls, "__init__": functools.wraps(own.__init__)(__init__)}
-    before = {name: vars(theirs)[name] for name in new.keys() & vars(theirs).keys()}
-    bases, own_bases = theirs.__bases__, own.__bases__
-
-    def undo() -> None:
-        own.__bases__, theirs.__bases__ = own_bases, bases
-        for name, member in before.items():
-            setattr(theirs, name, member)
-
-    for name in before:
-        setattr(theirs, name, new[name])
+    calls: dict[str, Any] = {
+        name: call for name, call in vars(own).items() if isinstance(call, staticmethod)
+    }
+    calls["__init__"] = functools.wraps(own.__init__)(__init__)
+    undo = set_existing(theirs, **calls)
+    undo += [functools.partial(setattr, cls, "__bases__", cls.__bases__) for cls in (theirs, own)]
     theirs.__bases__ = (_NoModule,)
-    own.__bases__ = (*own_bases, theirs)
+    own.__bases__ = (*own.__bases__, theirs)
     return undo
 
 

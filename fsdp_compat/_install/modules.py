@@ -52,8 +52,6 @@ class Modules:
             for name, found in names.items()
         }
         self.replaced = {name: sys.modules[name] for name in names if name in sys.modules}
-        self._attribute: types.ModuleType | None = vars(dist).get("fsdp")
-
         self._undo: list[Undo] = []
         self._swapped: list[tuple[dict[str, Any], str, Any, Any]] = []  # where, name, torch's, ours
 
@@ -72,7 +70,7 @@ class Modules:
         ours = {id(theirs): (theirs, own) for theirs, own in self._counterparts()}
         wrapper = self.made[ROOT].names["FullyShardedDataParallel"]
         for theirs, own in ours.values():
-            self._undo += [redirect_class(theirs, own)] if own is wrapper else []
+            self._undo += redirect_class(theirs, own) if own is wrapper else []
         for name, namespace in namespaces():
             found = []
             for key, value in list(namespace.items()):
@@ -92,8 +90,8 @@ class Modules:
             if sys.modules.get(name) is module:
                 del sys.modules[name]
         sys.modules.update(self.replaced)
-        if self._attribute is not None:
-            dist.fsdp = self._attribute
+        if ROOT in self.replaced:
+            dist.fsdp = self.replaced[ROOT]
         else:
             vars(dist).pop("fsdp", None)
         kept = {name: sys.modules.get(f"{ROOT}.{name}") for name in KEPT}

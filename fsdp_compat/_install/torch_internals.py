@@ -13,38 +13,28 @@ import collections
 import sys
 import types
 from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 from .. import _torch_private
 from .._engine.on_import import PatchOnImport
-from .._engine.patches import Undo
+from .._engine.patches import Undo, set_existing
 from .._front_ends.fully_shard import module as fully_shard_module
 from .contents import fully_shard_names
 from .kept import redirect_function
 from .modules import ROOT
 
 
-def _set(module: types.ModuleType, **values: Any) -> list[Undo]:
-    """Replace the names that the module has."""
-    names = [name for name in values if name in vars(module)]
-    undo: list[Undo] = [partial(setattr, module, name, vars(module)[name]) for name in names]
-    vars(module).update({name: values[name] for name in names})
-    return undo
-
-
 def _pipelining(module: types.ModuleType) -> list[Undo]:
     classes = (fully_shard_module.FSDPModule, _torch_private.replicate_module())
-    return _set(module, FSDPModule=classes)
+    return set_existing(module, FSDPModule=classes)
 
 
 def _memory_tracker(module: types.ModuleType) -> list[Undo]:
     own = sys.modules[f"{ROOT}._fully_shard._fully_shard"]
-    return _set(module, FSDPModule=vars(own)["FSDPModule"])
+    return set_existing(module, FSDPModule=vars(own)["FSDPModule"])
 
 
 def _package(module: types.ModuleType) -> list[Undo]:
-    return _set(module, **fully_shard_names())
+    return set_existing(module, **fully_shard_names())
 
 
 def _classes(module: types.ModuleType) -> list[Undo]:
@@ -54,7 +44,7 @@ def _classes(module: types.ModuleType) -> list[Undo]:
         return collections.ChainMap(fully_shard_module.get_cls_to_fsdp_cls(), theirs())
 
     redirected = redirect_function(vars(module)["fully_shard"], fully_shard_names()["fully_shard"])
-    return [redirected, *_set(module, get_cls_to_fsdp_cls=get_cls_to_fsdp_cls)]
+    return [redirected, *set_existing(module, get_cls_to_fsdp_cls=get_cls_to_fsdp_cls)]
 
 
 _CHANGES: dict[str, Callable[[types.ModuleType], list[Undo]]] = {

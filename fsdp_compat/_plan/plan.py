@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import collections
 import copy
 import dataclasses
 import functools
 import os
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -49,15 +49,15 @@ class Plan:
     @property
     def peak(self) -> Moment:
         """The moment with the most memory."""
-        return max(self.timeline, key=_nbytes)
+        return max(self.timeline, key=attrgetter("nbytes"))
 
     @property
     def phases(self) -> dict[str, Moment]:
         """The peak of each phase."""
-        moments = collections.defaultdict[str, list[Moment]](list)
-        for moment in self.timeline:
-            moments[moment.phase].append(moment)
-        return {phase: max(moments[phase], key=_nbytes) for phase in PHASES if phase in moments}
+        found: dict[str, Moment] = {}
+        for moment in sorted(self.timeline, key=attrgetter("nbytes"), reverse=True):
+            found.setdefault(moment.phase, moment)
+        return {phase: found[phase] for phase in PHASES if phase in found}
 
     def fits(self, nbytes: int) -> bool:
         """Return whether a device with ``nbytes`` of memory holds the peak and ``reserve``."""
@@ -110,10 +110,6 @@ class Plan:
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1), reverse=True)
         figure.suptitle(f"Memory of one of {self.world_size} ranks, planned")
         figure.savefig(path)
-
-
-def _nbytes(moment: Moment) -> int:
-    return moment.nbytes
 
 
 def _gib(nbytes: int) -> str:

@@ -80,8 +80,13 @@ class SimulatedStep:
 
     def _restart(self, batch: Any) -> None:
         """Say of what kind all memory is, and drop what was counted."""
-        self._find_groups()
-        mark = self._memory.mark
+        modules, mark = set(self._model.modules()), self._memory.mark
+        self._groups = {
+            unit.label: list(unit.groups)
+            for runtime in live_runtimes()
+            if runtime.root.module in modules
+            for unit in runtime.units
+        }
         mark("parameters", self._model.parameters())
         mark("buffers", self._model.buffers())
         mark("activations", tensors_in(batch))
@@ -99,15 +104,6 @@ class SimulatedStep:
         self.clock.restart()
         self.timeline.clear()
         self._now = None
-
-    def _find_groups(self) -> None:
-        modules = set(self._model.modules())
-        self._groups = {
-            unit.label: list(unit.groups)
-            for runtime in live_runtimes()
-            if runtime.root.module in modules
-            for unit in runtime.units
-        }
 
     def _all_groups(self) -> Iterable[Group]:
         return (group for groups in self._groups.values() for group in groups)

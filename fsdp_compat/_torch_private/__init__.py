@@ -137,14 +137,14 @@ def after_gradient_hooks(param: torch.Tensor, grad: torch.Tensor | None) -> torc
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """True for a tensor with its own storage; False for a DTensor, which wraps others."""
-    return type(tensor) in (torch.Tensor, nn.Parameter) or not isinstance(tensor, _dtensor_class())
+    return type(tensor) in (torch.Tensor, nn.Parameter) or not isinstance(tensor, dtensor_class())
 
 
 def is_dtensor(value: object) -> bool:
-    return isinstance(value, _dtensor_class())
+    return isinstance(value, dtensor_class())
 
 
-def _dtensor_class() -> Any:
+def dtensor_class() -> Any:
     """Return DTensor if it was imported, which takes a second; before, no tensor is one."""
     module = sys.modules.get("torch.distributed.tensor")
     return () if module is None else module.DTensor

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from . import dtensor_class
 
 DispatchMode = TorchDispatchMode  # sees every operation below autograd
 
@@ -34,9 +35,8 @@ def key_of(storage: torch.UntypedStorage) -> int:
 
 
 def has_dtensors(types: Iterable[type]) -> bool:
-    """True if an operation's arguments are DTensors; importing their module takes a second."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and any(issubclass(kind, module.DTensor) for kind in types)
+    """True if an operation's arguments are DTensors."""
+    return any(issubclass(kind, dtensor_class()) for kind in types)
 
 
 def asks_for_value(operation: Any) -> bool:

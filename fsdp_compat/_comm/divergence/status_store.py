@@ -89,8 +89,7 @@ class StatusStore:
         return call if posted == number else ""
 
     def sum_of(self, name: str, number: int) -> int:
-        found: int = self._get(f"sum/{name}/{number}")  # an add of 0 would make a FileStore grow
-        return found
+        return int(self._get(f"sum/{name}/{number}"))  # an add of 0 would make a FileStore grow
 
     def tell_missing(self, name: str, number: int, ranks: Sequence[int]) -> None:
         """Publish the ranks that a rendezvous waits for."""
@@ -120,8 +119,7 @@ class StatusStore:
 
     def num_asked(self, rank: int) -> int:
         """Return how often a rank was asked since it introduced itself."""
-        found: int = self._get(f"asked/{rank}")
-        return found
+        return int(self._get(f"asked/{rank}"))
 
     def answer(self, rank: int, answer: Answer | None) -> None:
         self._set(f"answer/{rank}", answer and dataclasses.astuple(answer))

@@ -147,10 +147,8 @@ class Arena:
     """The blocks of one process."""
 
     def __init__(self) -> None:
-        self.pid, self.token = (
-            os.getpid(),
-            os.urandom(memory_files.TOKEN_NBYTES),
-        )  # that files begin with
+        self.pid = os.getpid()
+        self.token = os.urandom(memory_files.TOKEN_NBYTES)  # that files begin with
         self.chunks: list[Chunk] = []
         self.is_supported = memory_files.are_supported()
         self.refusal = "no files in memory"  # the last one of the system

@@ -58,8 +58,10 @@ class ClientAttributes(nn.Module):
     sharding_strategy: ShardingStrategy = _setting("strategy", "The argument of that name.")
     forward_prefetch: bool = _setting("forward_prefetch", "The argument of that name.")
     limit_all_gathers: bool = _setting("limit_all_gathers", "The argument of that name.")
-    compute_device: torch.device = _setting("device", "Where forward and backward run.")
-    process_group: dist.ProcessGroup = _setting("group", "The ranks that shard one copy.")
+    compute_device: torch.device = _setting("device", "The device of forward and backward.")
+    process_group: dist.ProcessGroup = _setting(
+        "group", "The ranks over which one copy of the parameters is sharded."
+    )
 
     @property
     def backward_prefetch(self) -> BackwardPrefetch | None:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -546,7 +545,7 @@ def apply(plan: Plan) -> ShardedModules:
             partial_mesh=partial_mesh,
             reduction=ReducePolicy(rounds_first=True, keeps_unused=False),
             output_dtype=plan.policy.output_dtype,
-            process_group=_shard_group(plan),
+            process_group=None if plan.mesh.shard_dim is None else data_group_of(plan.mesh),
         ),
         is_auto=plan.reshard is None,
     )
@@ -578,11 +577,6 @@ def apply(plan: Plan) -> ShardedModules:
     register(state.modules[0], state)
     state.plan = plan.without_parameters()  # they hold the memory of whole parameters
     return state
-
-
-def _shard_group(plan: Plan) -> dist.ProcessGroup | None:
-    mesh = plan.mesh
-    return None if mesh.shard_dim is None else mesh.mesh.get_group(mesh.shard_dim)
 
 
 def _context_of(of: _OwnStore | PlannedStore, plan: Plan) -> Context:

@@ -171,13 +171,11 @@ class Source:
     def line(self, node: ast.AST) -> int:
         return node.lineno  # type: ignore[attr-defined]
 
-    def line_start(self, offset: int) -> int:
-        return self._lines[bisect.bisect_right(self._lines, offset) - 1]
-
     def own_line(self, node: ast.AST) -> tuple[int, str, int] | None:
         """Return a statement's first line, indentation and end; None if something is beside it."""
         start, end = self.span(node)
-        first, number = self.line_start(start), bisect.bisect_right(self._lines, end)
+        first = self._lines[bisect.bisect_right(self._lines, start) - 1]
+        number = bisect.bisect_right(self._lines, end)
         last = self._lines[number] if number < len(self._lines) else len(self.text)
         indent, rest = self.text[first:start], self.text[end:last].strip()
         is_alone = not indent.strip() and (not rest or rest.startswith("#"))

@@ -214,10 +214,8 @@ class Uses:
         call = source.parent(inner) if inner is not None else None
         if not isinstance(call, ast.Call) or not source.imported(call.func) & _CLIP:
             return False
-        if {each.arg for each in call.keywords} - {
-            "max_norm",
-            "norm_type",
-        } or inner not in call.args:
+        keywords = {each.arg for each in call.keywords}
+        if inner not in call.args or not keywords <= {"max_norm", "norm_type"}:
             return False
         if self._is_on_all_ranks(call, source.code(call)):
             source.replace(call.func, f"{found.model.name}.clip_grad_norm_")
