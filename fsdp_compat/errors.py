@@ -102,24 +102,18 @@ def wrong_type(
     name: str, expected: str, got: object, where: str = "", fix: str = ""
 ) -> TypeUsageError:
     """Return the error for an argument ``name`` of the function ``where``, if that is known."""
-    return TypeUsageError.of(
-        f"{name} has the wrong type.",
-        expected=expected,
-        got=_shown(got),
-        where=f"argument {name!r}" + (f" of {where}" if where else ""),
-        fix=fix or f"pass {expected}",
-    )
+    where = f"argument {name!r}" + (f" of {where}" if where else "")
+    return _refused(f"{name} has the wrong type.", expected, got, where, fix)
 
 
 def unusable(what: str, expected: str, got: object, where: str, fix: str = "") -> TypeUsageError:
     """Return the error for a value of the wrong type, given or returned by the user."""
-    return TypeUsageError.of(
-        f"{what} cannot be used.",
-        expected=expected,
-        got=_shown(got),
-        where=where,
-        fix=fix or f"pass {expected}",
-    )
+    return _refused(f"{what} cannot be used.", expected, got, where, fix)
+
+
+def _refused(first: str, expected: str, got: object, where: str, fix: str) -> TypeUsageError:
+    fix = fix or f"pass {expected}"
+    return TypeUsageError.of(first, expected=expected, got=_shown(got), where=where, fix=fix)
 
 
 def _shown(value: object) -> str:

@@ -131,9 +131,9 @@ def require_all_ranks_once(call: str, groups: Iterable[Group]) -> None:
 
 
 @contextlib.contextmanager
-def nested(call: str, groups: Iterable[Group], *, copies: bool = False) -> Iterator[None]:
+def nested(call: str, groups: Iterable[Group]) -> Iterator[None]:
     """Check as ``require_all_ranks`` does; calls inside do not check again. Collective."""
-    require_all_ranks(call, groups, copies=copies)
+    require_all_ranks(call, groups)
     _depth.value += 1
     try:
         yield

@@ -269,10 +269,6 @@ def _before_fork() -> None:
     _num_forks += 1
 
 
-def _after_fork_in_parent() -> None:
-    _arena.lock.release()
-
-
 def _after_fork_in_child() -> None:
     global _arena
     parents, _arena = _arena, Arena()
@@ -280,7 +276,9 @@ def _after_fork_in_child() -> None:
 
 
 os.register_at_fork(
-    before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child
+    before=_before_fork,
+    after_in_parent=lambda: _arena.lock.release(),
+    after_in_child=_after_fork_in_child,
 )
 
 

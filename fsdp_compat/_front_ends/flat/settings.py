@@ -4,6 +4,7 @@ keyword arguments."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import os
 import warnings
@@ -28,7 +29,7 @@ from ..._comm.mesh import (
     the_group,
 )
 from ..._engine.device import is_simulated
-from ..._engine.dtypes import Precision
+from ..._engine.dtypes import Precision, is_packed
 from ..._engine.gathering import Prefetch, RuntimeOptions
 from ..._engine.unit import UnitOptions
 from ...api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, as_ours
@@ -44,6 +45,7 @@ _FLAGS = (
     "allow_unused_units",
 )
 _WHERE = "FullyShardedDataParallel"
+_wrong_type = functools.partial(wrong_type, where=_WHERE)
 PREFETCHES = {
     None: Prefetch.NONE,
     BackwardPrefetch.BACKWARD_POST: Prefetch.POST,
@@ -76,8 +78,8 @@ class Settings:
     limit_all_gathers: bool  # likewise
 
     def precision(self, dtype: torch.dtype) -> Precision:
-        """Return the dtypes of a group of ``dtype``; integers and 8-bit floats are never cast."""
-        if not dtype.is_floating_point or dtype.itemsize == 1:
+        """Return the dtypes of a group of ``dtype``."""
+        if is_packed(dtype):
             return Precision(dtype, dtype)
         gather = self.mixed_precision.param_dtype or dtype
         reduce = self.mixed_precision.reduce_dtype or gather
@@ -397,7 +399,3 @@ def _check_fields(precision: MixedPrecision, offload: CPUOffload) -> None:
         name = "MixedPrecision._module_classes_to_ignore"
         raise _wrong_type(name, "a sequence of module classes", classes)
     truth("CPUOffload.offload_params", offload.offload_params, _WHERE)
-
-
-def _wrong_type(name: str, expected: str, got: object) -> UsageError:
-    return wrong_type(name, expected, got, _WHERE)
