@@ -6,7 +6,7 @@ from typing import Any
 
 from .. import api, fully_sharded_data_parallel, sharded_grad_scaler, wrap
 from .._front_ends.flat import client_attributes
-from .._front_ends.flat.flat_param_handle import FlatParamHandle
+from .._front_ends.flat.flat_param_handle import FlatParamHandle, handles_in
 from .._front_ends.fully_shard import api as fully_shard_api
 from .._front_ends.fully_shard.fully_shard import fully_shard
 from .._front_ends.fully_shard.handles import GradientReductionHandle, UnshardHandle
@@ -120,7 +120,7 @@ def contents() -> dict[str, dict[str, Any]]:
             "_unshard": private.unshard,
         },
         "_traversal_utils": {
-            "_get_fsdp_handles": private.handles_of,
+            "_get_fsdp_handles": handles_in,
             "_get_fsdp_states": front_end.FullyShardedDataParallel.fsdp_modules,
             "_get_fsdp_states_with_modules": private.states_with_modules,
         },

@@ -13,8 +13,7 @@ from torch import nn
 
 from .._engine.dtypes import map_tensors, tensors_in
 from .._front_ends.flat.flat_param_handle import FlatParamHandle, handle_of
-from .._front_ends.flat.flat_param_handle import handles_of as handles_of_unit
-from .._front_ends.flat.flat_unit import flat_unit_of, flat_units_in
+from .._front_ends.flat.flat_unit import flat_unit_of
 from .._state.units import FSDP_WRAPPED_MODULE, clean_name
 from .._torch_private import ComposableState
 from ..errors import StateError
@@ -61,10 +60,6 @@ def module_handle(state: FullyShardedDataParallel, module: nn.Module) -> FlatPar
 
 def has_params(state: FullyShardedDataParallel, module: nn.Module) -> bool:
     return bool(flat_unit_of(state).unit.groups)
-
-
-def handles_of(module: nn.Module) -> list[FlatParamHandle]:
-    return [found for unit in flat_units_in(module) for found in handles_of_unit(unit)]
 
 
 def finish_backward(state: nn.Module, module: nn.Module) -> None:

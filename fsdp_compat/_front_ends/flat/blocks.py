@@ -6,7 +6,7 @@ from __future__ import annotations
 import collections
 import difflib
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import nn
@@ -93,7 +93,7 @@ def warn_of_large_unit(owned: Mapping[nn.Module, Collection[nn.Parameter]]) -> N
         return
     its = set(owned[unit])
     split = {
-        cls.__name__: sum(each.numel() for each in _parameters(blocks) if each in its)
+        cls.__name__: sum(p.numel() for block in blocks for p in block.parameters() if p in its)
         for cls, blocks in repeated_blocks(unit).items()
     }
     if 2 * sum(split.values()) > numels[unit]:
@@ -103,8 +103,3 @@ def warn_of_large_unit(owned: Mapping[nn.Module, Collection[nn.Parameter]]) -> N
             'auto_wrap_policy="auto" to make each of these a unit.',
             stacklevel=6,
         )
-
-
-def _parameters(modules: Collection[nn.Module]) -> Iterator[nn.Parameter]:
-    for module in modules:
-        yield from module.parameters()

@@ -15,8 +15,8 @@ from torch import nn
 
 from ..._stores.flat_store import FlatParameter
 from ...api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, StateDictType
-from .flat_param_handle import FlatParamHandle, handle_of, handles_of, reading
-from .flat_unit import FlatUnit, flat_units_in
+from .flat_param_handle import FlatParamHandle, handle_of, handles_in, handles_of, reading
+from .flat_unit import FlatUnit
 from .settings import PREFETCHES
 
 
@@ -126,7 +126,7 @@ class ClientAttributes(nn.Module):
     @property
     def _all_handles(self) -> list[FlatParamHandle]:
         """The handles of all units in the model."""
-        return [handle for unit in flat_units_in(self) for handle in handles_of(unit)]
+        return handles_in(self)
 
     @property
     def _exec_order_data(self) -> types.SimpleNamespace:

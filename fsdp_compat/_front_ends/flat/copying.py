@@ -13,7 +13,6 @@ from copy import deepcopy
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -173,16 +172,12 @@ def _portable(settings: Settings) -> tuple[Any, ...]:
     group, mesh = settings.group, settings.device_mesh
     return (
         dataclasses.replace(settings, **changes),
-        (_name_of(shard.group), shard.members, shard.rank),
+        (getattr(shard.group, "group_name", None), shard.members, shard.rank),
         # Replicas hold equal values, so any of them may load another one's pickle.
-        (_name_of(replica.group), replica.members, None),
+        (getattr(replica.group, "group_name", None), replica.members, None),
         (group.group_name, axis_of(group).members),
         None if mesh is None else (mesh.device_type, mesh.mesh.tolist(), mesh.mesh_dim_names),
     )
-
-
-def _name_of(group: dist.ProcessGroup | None) -> str | None:
-    return None if group is None else group.group_name
 
 
 def _settings_of(

@@ -9,6 +9,7 @@ import weakref
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from ..._engine import dtypes, rendezvous
 from ..._engine.group import Group
@@ -17,7 +18,7 @@ from ..._state.summon import Options, full_parameters
 from ..._stores.flat_store import FlatParameter, FlatStore
 from ...errors import StateError
 from . import conversion
-from .flat_unit import FlatUnit
+from .flat_unit import FlatUnit, flat_units_in
 
 _T = TypeVar("_T")
 
@@ -49,6 +50,11 @@ def handles_of(own: FlatUnit) -> list[FlatParamHandle]:
         if store not in _made:
             _made[store] = FlatParamHandle(own, store)
     return [_made[store] for store in own.stores]
+
+
+def handles_in(module: nn.Module) -> list[FlatParamHandle]:
+    """Return the handles of all units in a module."""
+    return [handle for own in flat_units_in(module) for handle in handles_of(own)]
 
 
 def handle_of(own: FlatUnit) -> FlatParamHandle | None:
