@@ -197,11 +197,22 @@ def replace_clipping(
     """Clip with ``clip(torch's own function, ...)``, and compute norms with ``total_norm(...)``
     likewise. Yield what reverts it. Nothing public lets a gradient say that it is a shard. Programs
     import the functions by name, so replacements go into the closure of torch's decorator."""
-    for name, replacement in (("clip_grad_norm_", clip), ("_get_total_norm", total_norm)):
-        decorated: Any = getattr(clip_grad, name)
-        [cell], original = decorated.__closure__, decorated.__wrapped__
-        cell.cell_contents = functools.partial(replacement, original)
-        yield functools.partial(setattr, cell, "cell_contents", original)
+    for name, public, replacement in (
+        ("clip_grad_norm_", "clip_grad_norm_", clip),
+        ("_get_total_norm", "get_total_norm", total_norm),
+    ):
+        function: Any = getattr(clip_grad, name)
+        original = getattr(function, "__wrapped__", function)
+        cells = getattr(function, "__closure__", None) or ()
+        places: list[tuple[Any, str]] = [
+            (cell, "cell_contents") for cell in cells if cell.cell_contents is original
+        ]
+        if not places:  # the program has put another function there
+            original, names = function, ((clip_grad, name), (torch.nn.utils, public))
+            places = [each for each in names if getattr(*each) is function]
+        for place in places:
+            setattr(*place, functools.partial(replacement, original))
+            yield functools.partial(setattr, *place, original)
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import itertools
 import math
 import warnings
@@ -621,6 +622,36 @@ def test_norm_dtype_equals_torch_and_empty_parts_have_no_gradient_or_state(
             assert all(ours["grads"]) and all(theirs["grads"]), where
             assert set(ours["without a part"]) <= {(True, False)}, where
             assert set(theirs["without a part"]) <= {(True, False)}, where
+
+
+def _as_a_library(*args: Any) -> Tensor:
+    return clip_grad_norm_(*args)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["function", "with __wrapped__", "proxy", "without closure"])
+def test_clip_grad_norm_that_a_library_replaced_before_wrapping(kind: str) -> None:
+    def around(*args: Any) -> Tensor:
+        return called(*args)
+
+    called, library = clip_grad_norm_, around
+    if kind == "with __wrapped__":
+        library = functools.wraps(called)(around)
+    elif kind == "proxy":  # such as wrapt's, which have the closure of what they call
+        library = functools.update_wrapper(partial(around), called)
+        library.__closure__ = called.__closure__  # type: ignore[attr-defined]
+    elif kind == "without closure":
+        library = _as_a_library
+    fsdp_compat.undo_torch_patches()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.utils.clip_grad, "clip_grad_norm_", library)
+        patch.setattr(torch.nn.utils, "clip_grad_norm_", library)
+        model = FSDP(nn.Linear(3, 1), use_orig_params=True)
+        model(torch.tensor([2.0, 1.0, 2.0])).sum().backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        assert norm.item() == pytest.approx(10**0.5)
+        fsdp_compat.undo_torch_patches()
+        assert torch.nn.utils.clip_grad_norm_ is torch.nn.utils.clip_grad.clip_grad_norm_ is library
 
 
 @on_ranks(4)
