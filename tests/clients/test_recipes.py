@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.clients.launch import needs
+from tests.clients.launch import CLIENTS, needs
 from tests.examples.test_readme import START, blocks, run
 from tests.support.ranks import run_ranks
 
@@ -42,6 +42,6 @@ def _train_adapter(directory: str) -> int:
     return len(load_file("runs/lora/adapter_model.safetensors"))
 
 
-@needs("clients", "peft")
+@needs("clients", *CLIENTS)  # the PEFT of the extra "managers" refuses its torchao
 def test_an_adapter_is_saved_whole_without_install(tmp_path: Path) -> None:
     assert run_ranks(2, _train_adapter, str(tmp_path), timeout=120) == [8, 8]
