@@ -186,10 +186,12 @@ class BackwardRunner:
 
     @_torch_private.outside_transforms
     def on_gradient(self, group: Group, index: int, param: nn.Parameter) -> None:
-        """Move the accumulated gradient of a large parameter to the buffer."""
+        """Begin a backward that passes no output of a unit. Move the accumulated gradient to the
+        buffer, unless post-backward moves all of them on the side stream."""
         self._join()
         self._backward()
-        group.gradients.take_large(index, param)
+        if self._side is None:
+            group.gradients.take_large(index, param)
 
     def _post_backward(self, unit: Unit, backward: Backward, at_end: bool = False) -> None:
         """Collective. Reshard and start the reduction. Later gradients start another, to add."""

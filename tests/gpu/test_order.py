@@ -112,6 +112,20 @@ def test_training_with_large_gradients_that_move_by_themselves_or_with_the_other
         twin.steps_together(2, Step(2))
 
 
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@every_front_end
+@on_the_device
+def test_a_penalty_on_gradients(emulated_device: str, strategy: str, front_end: str) -> None:
+    with twin_of(emulated_device, front_end, strategy) as twin:
+        x = twin.inputs()[0].requires_grad_()
+        with in_order():
+            (grad,) = torch.autograd.grad(twin.loss(x), x, create_graph=True)
+            grad.pow(2).sum().backward()
+        (grad,) = torch.autograd.grad(twin.plain_loss(x), x, create_graph=True)
+        grad.pow(2).sum().backward()
+        twin.compare_gradients()
+
+
 # -- several streams
 
 
