@@ -71,7 +71,8 @@ from fsdp_compat._cost_model import H100
 from tests.support import emulated
 from tests.support.emulated import nccl
 from tests.support.emulated.contention import CONTENTION, SharedMachine, Work
-from tests.support.emulated.order import (
+from tests.support.emulated.play import Played, play
+from tests.support.order import (
     DeviceSync,
     EventSync,
     Happening,
@@ -79,7 +80,6 @@ from tests.support.emulated.order import (
     StreamSync,
     find_unordered,
 )
-from tests.support.emulated.play import Played, play
 
 CONTENDERS = (OURS, OURS + ORIGINAL, FULLY_SHARD, FSDP1, FSDP2)
 EVERY_STRATEGY = (*STRATEGIES, HYBRID_SHARD)

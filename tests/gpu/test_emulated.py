@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.support import emulated
-from tests.support.emulated.order import (
+from tests.support.order import (
     HOST,
     EventSync,
     Free,

@@ -24,9 +24,9 @@ from tests.gpu.test_streams import MIXED, streams
 from tests.gpu.test_training import Wide, checkpointed, wide_stack
 from tests.support import emulated
 from tests.support import twin as twins
-from tests.support.emulated.order import HOST, Op
 from tests.support.fully_sharded import OURS, sharded_modules
 from tests.support.models import Block, Stack
+from tests.support.order import HOST, Op
 from tests.support.pairwise import pairwise
 from tests.support.parity import assert_close, local
 from tests.support.ranks import on_ranks

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from tests.support.emulated import nccl
-from tests.support.emulated.order import (
+from tests.support.fully_sharded import NotedAllGather
+from tests.support.order import (
     HOST,
     DeviceSync,
     EventSync,
@@ -22,7 +23,6 @@ from tests.support.emulated.order import (
     StreamSync,
     Wait,
 )
-from tests.support.fully_sharded import NotedAllGather
 from tests.support.ranks import on_ranks
 from tests.support.twin import sharded
 

@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from tests.support.emulated import order
+from tests.support import order
 
 NAME = "emulated"
 _HERE = Path(__file__).parent

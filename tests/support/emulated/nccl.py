@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.support import emulated
 from tests.support.emulated import fused
-from tests.support.emulated.order import Op, Range
+from tests.support.order import Op, Range
 
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all_gather", "reduce_scatter", "all_reduce"
 

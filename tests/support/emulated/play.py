@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from tests.support.emulated.contention import Work, speeds
-from tests.support.emulated.order import (
+from tests.support.order import (
     HOST,
     Allocate,
     DeviceSync,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.support.emulated.contention import Demand, Work
-from tests.support.emulated.order import (
+from tests.support.emulated.play import Played, play
+from tests.support.order import (
     Allocate,
     DeviceSync,
     EventSync,
@@ -16,7 +17,6 @@ from tests.support.emulated.order import (
     StreamSync,
     Wait,
 )
-from tests.support.emulated.play import Played, play
 
 A, B, C = 1, 2, 3
 GREEDY = Demand(memory=1.0)

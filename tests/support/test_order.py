@@ -6,7 +6,7 @@ import itertools
 import random
 from collections.abc import Iterator, Sequence
 
-from tests.support.emulated.order import (
+from tests.support.order import (
     HOST,
     Allocate,
     DeviceSync,
