@@ -36,7 +36,7 @@ from tests.support import order
 
 NAME = "emulated"
 _HERE = Path(__file__).parent
-_SOURCES = [_HERE / name for name in ("memory.h", "device.cpp")]
+_SOURCES = [_HERE / name for name in ("../cpu_kernels.h", "memory.h", "device.cpp")]
 _EXTENSION = "emulated_device"
 # NDEBUG as in torch itself: some of its classes are larger without.
 _FLAGS = (

@@ -3,11 +3,9 @@
 
 #include "memory.h"
 
-#include <ATen/EmptyTensor.h>
-#include <ATen/core/dispatch/Dispatcher.h>
+#include "../cpu_kernels.h"
+
 #include <ATen/detail/PrivateUse1HooksInterface.h>
-#include <ATen/record_function.h>
-#include <torch/library.h>
 
 namespace {
 
@@ -33,49 +31,9 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   }
 };
 
-// -- what an operation reads and writes
+// -- the boxed kernel
 
-using Ranges = std::vector<std::pair<uintptr_t, uintptr_t>>;  // [begin, end), in bytes
-
-constexpr int64_t kMaxRuns = 64;
-
-// Append the contiguous runs of a tensor's elements; of one with more runs than kMaxRuns, the range
-// from the first to the last.
-void add_ranges(const at::Tensor& tensor, Ranges& ranges) {
-  if (tensor.numel() == 0) return;
-  std::vector<std::pair<int64_t, int64_t>> dims;  // (stride, size), the innermost first
-  for (int64_t i = 0; i < tensor.dim(); ++i)
-    if (tensor.size(i) > 1 && tensor.stride(i) > 0)
-      dims.emplace_back(tensor.stride(i), tensor.size(i));
-  std::sort(dims.begin(), dims.end());
-  int64_t run = 1;
-  size_t inner = 0;
-  for (; inner < dims.size() && dims[inner].first <= run; ++inner)
-    run += (dims[inner].second - 1) * dims[inner].first;
-  int64_t num_runs = 1;
-  for (size_t i = inner; i < dims.size(); ++i) num_runs *= dims[i].second;
-  if (num_runs > kMaxRuns)
-    for (; inner < dims.size(); ++inner) run += (dims[inner].second - 1) * dims[inner].first;
-  std::vector<int64_t> starts{0};
-  for (; inner < dims.size(); ++inner) {
-    std::vector<int64_t> next;
-    for (const auto start : starts)
-      for (int64_t i = 0; i < dims[inner].second; ++i)
-        next.push_back(start + i * dims[inner].first);
-    starts = std::move(next);
-  }
-  const auto itemsize = static_cast<int64_t>(tensor.element_size());
-  const auto begin = address(tensor.const_data_ptr());
-  for (const auto start : starts)
-    ranges.emplace_back(begin + start * itemsize, begin + (start + run) * itemsize);
-}
-
-enum class Use { Read, Write, View };
-
-Use use_of(const c10::Argument& argument) {
-  const auto* info = argument.alias_info();
-  return info == nullptr ? Use::Read : info->isWrite() ? Use::Write : Use::View;
-}
+using namespace cpu_kernels;
 
 // Operations that change where a tensor lies, and touch no element.
 bool moves_nothing(const std::string& name) {
@@ -90,135 +48,36 @@ bool reads_sizes(const std::string& name) {
   return names.count(name) > 0;
 }
 
-// -- the boxed kernel
-
-// One call: the operation runs on CPU tensors that alias the device's memory.
-class Call {
+class EmulatedCall final : public Call {
  public:
-  Call(const c10::OperatorHandle& op, torch::jit::Stack* stack) : op_(op), stack_(*stack) {}
+  EmulatedCall(const c10::OperatorHandle& op, torch::jit::Stack* stack)
+      : Call(op, stack, c10::DispatchKey::PrivateUse1, &device_memory) {}
 
   void run() {
     const auto& schema = op_.schema();
-    const auto first = stack_.size() - schema.arguments().size();
-    for (size_t i = 0; i < schema.arguments().size(); ++i)
-      stack_[first + i] = given(stack_[first + i], use_of(schema.arguments()[i]));
+    replace_arguments();
     const bool is_copy = schema.name() == "aten::copy_";
     const bool non_blocking = is_copy && stack_.back().isBool() && stack_.back().toBool();
-    {
-      at::DisableRecordFunctionGuard not_of_the_host;
-      op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack_);
-    }
-    for (const auto& [original, alias] : aliases_) follow(original, alias);
+    run_on_cpu();
     bool syncs = reads_sizes(schema.name());
-    for (size_t i = stack_.size() - schema.returns().size(); i < stack_.size(); ++i) {
+    for (size_t i = stack_.size() - schema.returns().size(); i < stack_.size(); ++i)
       syncs = syncs || !(stack_[i].isTensor() || stack_[i].isTensorList());
-      stack_[i] = returned(stack_[i]);
-    }
+    replace_results();
     if (is_copy) syncs = syncs || copy_with_host(non_blocking);
-    if (!moves_nothing(schema.name()) && !(reads_.empty() && writes_.empty()))
+    if (!moves_nothing() && !(reads_.empty() && writes_.empty()))
       tell("op", current_stream, schema.name(), reads_, writes_);
     if (syncs) tell("host_waits_for_stream", current_stream);
   }
 
  private:
-  c10::IValue given(const c10::IValue& value, Use use) {
-    if (value.isTensor()) return given(value.toTensor(), use);
-    if (value.isDevice()) return c10::Device(c10::kCPU);
-    if (value.isTensorList()) {
-      c10::List<at::Tensor> list;
-      for (const at::Tensor& tensor : value.toTensorList()) list.push_back(given(tensor, use));
-      return list;
-    }
-    if (value.isOptionalTensorList()) {
-      c10::List<std::optional<at::Tensor>> list;
-      for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorList())
-        list.push_back(tensor ? std::optional(given(*tensor, use)) : std::nullopt);
-      return list;
-    }
-    return value;
+  bool is_on_device(const at::Tensor& tensor, Use) override {
+    return tensor.device().type() == kEmulated;
   }
 
-  at::Tensor given(const at::Tensor& tensor, Use use) {
-    if (!tensor.defined()) return tensor;
-    if (tensor.device().type() != kEmulated) {
-      if (tensor.numel()) host_.emplace_back(tensor, use);
-      return tensor;
-    }
-    const auto storage = tensor.storage();
-    const auto needed = at::detail::computeStorageNbytes(
-        tensor.sizes(), tensor.strides(), tensor.element_size(), tensor.storage_offset());
-    TORCH_CHECK(
-        moves_nothing(op_.schema().name()) || use == Use::View || tensor.numel() == 0 ||
-            needed <= storage.nbytes(),
-        op_.schema().name(), " uses a tensor of ", needed, " bytes whose storage has ",
-        storage.nbytes(), ": it was freed");
-    auto& cpu_storage = storages_[storage.unsafeGetStorageImpl()];
-    if (!cpu_storage)
-      cpu_storage = c10::Storage(
-          c10::Storage::use_byte_size_t(), storage.nbytes(),
-          c10::DataPtr(storage.mutable_data(), c10::kCPU), c10::GetAllocator(c10::kCPU), true);
-    auto alias = at::detail::make_tensor<at::TensorImpl>(
-        c10::Storage(cpu_storage), c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
-    auto* impl = alias.unsafeGetTensorImpl();
-    impl->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
-    if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) impl->set_wrapped_number(true);
-    aliases_.emplace_back(tensor, alias);
-    if (use != Use::View) add_ranges(tensor, use == Use::Write ? writes_ : reads_);
-    return alias;
-  }
+  bool moves_nothing() const override { return ::moves_nothing(op_.schema().name()); }
 
-  // If the kernel has resized an alias, resize the tensor.
-  void follow(const at::Tensor& original, const at::Tensor& alias) {
-    auto* impl = original.unsafeGetTensorImpl();
-    auto* storage = original.storage().unsafeGetStorageImpl();
-    const auto& cpu = alias.storage();
-    if (cpu.nbytes() != storage->nbytes()) {
-      auto data = device_memory.allocate(cpu.nbytes());
-      if (cpu.nbytes()) std::memcpy(data.get(), cpu.data(), cpu.nbytes());
-      storage->set_data_ptr_noswap(std::move(data));
-      storage->set_nbytes(cpu.nbytes());
-    }
-    if (alias.sizes() != original.sizes() || alias.strides() != original.strides()) {
-      impl->set_sizes_and_strides(alias.sizes(), alias.strides(), alias.storage_offset());
-      if (!moves_nothing(op_.schema().name())) add_ranges(original, writes_);
-    }
-  }
-
-  c10::IValue returned(const c10::IValue& value) {
-    if (value.isTensor()) return returned(value.toTensor());
-    if (value.isTensorList()) {
-      c10::List<at::Tensor> list;
-      for (const at::Tensor& tensor : value.toTensorList()) list.push_back(returned(tensor));
-      return list;
-    }
-    return value;
-  }
-
-  at::Tensor returned(const at::Tensor& tensor) {
-    if (!tensor.defined()) return tensor;
-    for (const auto& [original, alias] : aliases_)
-      if (alias.is_same(tensor)) return original;
-    for (const auto& [host, use] : host_)
-      if (host.is_same(tensor)) return host;
-    for (const auto& [original, alias] : aliases_)
-      if (alias.storage().is_alias_of(tensor.storage()))
-        return on_device(tensor, c10::Storage(original.storage()));
-    const auto nbytes = tensor.storage().nbytes();  // a new tensor
-    c10::Storage storage(
-        c10::Storage::use_byte_size_t(), nbytes, device_memory.allocate(nbytes), &device_memory,
-        true);
-    if (nbytes) std::memcpy(storage.mutable_data(), tensor.storage().data(), nbytes);
-    auto found = on_device(tensor, std::move(storage));
-    add_ranges(found, writes_);
-    return found;
-  }
-
-  static at::Tensor on_device(const at::Tensor& tensor, c10::Storage storage) {
-    auto found = at::detail::make_tensor<at::TensorImpl>(
-        std::move(storage), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), tensor.dtype());
-    found.unsafeGetTensorImpl()->set_sizes_and_strides(
-        tensor.sizes(), tensor.strides(), tensor.storage_offset());
-    return found;
+  c10::IValue given_other(const c10::IValue& value) override {
+    return value.isDevice() ? c10::IValue(c10::Device(c10::kCPU)) : value;
   }
 
   // Add what a copy does to host memory. Return true if the host waits for the copy: always if it
@@ -232,17 +91,10 @@ class Call {
     }
     return syncs;
   }
-
-  const c10::OperatorHandle& op_;
-  torch::jit::Stack& stack_;
-  std::vector<std::pair<at::Tensor, at::Tensor>> aliases_;  // (of the device, of the CPU)
-  std::unordered_map<c10::StorageImpl*, c10::Storage> storages_;
-  std::vector<std::pair<at::Tensor, Use>> host_;
-  Ranges reads_, writes_;
 };
 
 void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  Call(op, stack).run();
+  EmulatedCall(op, stack).run();
 }
 
 // -- the kernels that cannot go that way
@@ -302,23 +154,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 std::unique_ptr<at::ObserverContext> on_call(const at::RecordFunction& call) {
   const auto schema = call.operator_schema();
   if (!schema || moves_nothing(schema->name())) return nullptr;
-  const auto inputs = call.inputs();
-  Ranges reads, writes;
-  bool is_of_host = true;
-  const auto add = [&](const at::Tensor& tensor, Use use) {
-    if (!tensor.defined()) return;
-    is_of_host = is_of_host && tensor.device().is_cpu();
-    if (is_of_host && use != Use::View && tensor.numel() && tensor.has_storage() &&
-        pinned_memory.holds(tensor.const_data_ptr()))
-      add_ranges(tensor, use == Use::Write ? writes : reads);
-  };
-  for (size_t i = 0; i < std::min(inputs.size(), schema->arguments().size()); ++i) {
-    const auto use = use_of(schema->arguments()[i]);
-    if (inputs[i].isTensor()) add(inputs[i].toTensor(), use);
-    if (inputs[i].isTensorList())
-      for (const at::Tensor& tensor : inputs[i].toTensorList()) add(tensor, use);
-  }
-  if (!is_of_host || (reads.empty() && writes.empty())) return nullptr;
+  const auto [reads, writes] = host_ranges(
+      call, *schema, [](const void* data) { return pinned_memory.holds(data); });
+  if (reads.empty() && writes.empty()) return nullptr;
   // What has no kernel for the CPU calls other operations, which are seen as well.
   const auto op = c10::Dispatcher::singleton().findOp(schema->operator_name());
   if (schema->name() == "aten::copy_" ||
