@@ -3,11 +3,14 @@
     pytest tests/gpu                            # on the machine's accelerator
     pytest tests/gpu --gpu-device emulated:0    # on a device that is emulated on the CPU
     pytest tests/gpu --gpu-device cpu           # without streams, to check that the tests run
+    FOLDER/bin/pytest tests/gpu --gpu-device cuda:0  # on fakecuda, with the CUDA build of torch
 
-Without an accelerator they are skipped, except for those with the fixture ``emulated_device``,
-which always run on the emulated device (tests/support/emulated). Where there is no C++ compiler,
-which it needs for half a minute, they are skipped too. The others run as rank 0 of 8 on a fake
-group, and as the only rank on the device's backend (on the CPU: gloo)."""
+The last one is for an environment that tests/support/fakecuda/build.py made. Without an accelerator
+the tests are skipped, except for those with the fixtures ``emulated_device`` and
+``recorded_device``, which run on the emulated device (tests/support/emulated) if there is a C++
+compiler, which it needs for half a minute. Most tests run as rank 0 of 8 on a fake group, and as
+the only rank on the device's backend (on the CPU: gloo). Those of test_cuda_build.py and
+test_cuda_build_state.py need several devices and the waits that fakecuda counts."""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.support import emulated
+from tests.support import emulated, fakecuda
 from tests.support.ranks import close_pool
 
 
@@ -46,7 +49,15 @@ def emulated_device() -> Iterator[str]:
     """The emulated device, in processes that end with the module: elsewhere there is none."""
     if reason := emulated.why_not():
         pytest.skip(reason)
+    if torch.cuda.is_available():
+        pytest.skip("torch has another accelerator than the emulated device")
     emulated.build()
     close_pool()
     yield f"{emulated.NAME}:0"
     close_pool()
+
+
+@pytest.fixture(scope="module")
+def recorded_device(request: pytest.FixtureRequest) -> str:
+    """A device whose work is recorded: fakecuda's, where torch runs on it, or the emulated one."""
+    return "cuda:0" if fakecuda.is_used() else str(request.getfixturevalue("emulated_device"))

@@ -1,8 +1,8 @@
 """No two accesses of the same bytes are left unordered, by streams or by the host.
 
-The emulated device records the bytes that each operation reads and writes, and the waits, so a
-missing wait is found whether or not it changes a number. The models also train as the unsharded
-one does."""
+The emulated device, or fakecuda, records the bytes that each operation reads and writes, and the
+waits, so a missing wait is found whether or not it changes a number. The models also train as the
+unsharded one does."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fsdp_compat._engine.dtypes import move_to
 from tests.examples.test_readme import blocks
 from tests.gpu.test_streams import MIXED, streams
 from tests.gpu.test_training import Wide, checkpointed, wide_stack
-from tests.support import emulated
+from tests.support import emulated, fakecuda
 from tests.support import twin as twins
 from tests.support.fully_sharded import OURS, sharded_modules
 from tests.support.models import Block, Stack
@@ -33,6 +33,7 @@ from tests.support.ranks import on_ranks
 from tests.support.twin import FRONT_ENDS, Step, Twin, Work, device_named, sharded
 
 RANKS = 8
+Recording = emulated.Recording | fakecuda.Recording
 
 
 def twin_of(
@@ -50,7 +51,7 @@ def twin_of(
     return twins.twin_of(device, RANKS, build, mixed_precision=low, **options)
 
 
-def ops(recording: emulated.Recording, name: str = "", stream: int | None = None) -> list[Op]:
+def ops(recording: Recording, name: str = "", stream: int | None = None) -> list[Op]:
     """The recorded operations, or those of a name, on a stream."""
     every = [happening for happening in recording.happenings if isinstance(happening, Op)]
     named = [op for op in every if name in ("", op.name)]
@@ -58,10 +59,11 @@ def ops(recording: emulated.Recording, name: str = "", stream: int | None = None
 
 
 @contextlib.contextmanager
-def in_order(streams: int = 2) -> Iterator[emulated.Recording]:
+def in_order(streams: int = 2) -> Iterator[Recording]:
     """Inside the context at least so many streams work, the host's among them, and all accesses of
     the same bytes are ordered."""
-    with emulated.watching() as recording:
+    recorder: Any = fakecuda if fakecuda.is_used() else emulated
+    with recorder.watching() as recording:
         yield recording
     assert len({op.stream for op in ops(recording)}) >= streams
     assert [str(found) for found in recording.unordered()] == []
@@ -84,7 +86,7 @@ every_front_end = pytest.mark.parametrize("front_end", FRONT_ENDS)
 @pytest.mark.parametrize("backwards", [1, 2])
 @on_the_device
 def test_training(
-    emulated_device: str,
+    recorded_device: str,
     front_end: str,
     strategy: str,
     offload: bool,
@@ -93,7 +95,7 @@ def test_training(
     backwards: int,
 ) -> None:
     options = {"prepare": checkpointed} if recomputes else {}
-    made = twin_of(emulated_device, front_end, strategy, offload, mixed, **options)
+    made = twin_of(recorded_device, front_end, strategy, offload, mixed, **options)
     with made as twin, in_order():
         twin.steps_together(3, Step(backwards))
 
@@ -105,9 +107,9 @@ def test_training(
 @pytest.mark.parametrize("offload", [False, True])
 @on_the_device
 def test_training_with_large_gradients_that_move_by_themselves_or_with_the_others(
-    emulated_device: str, offload: bool, front_end: str, strategy: str
+    recorded_device: str, offload: bool, front_end: str, strategy: str
 ) -> None:
-    made = twin_of(emulated_device, front_end, strategy, offload, True, wide_stack)
+    made = twin_of(recorded_device, front_end, strategy, offload, True, wide_stack)
     with made as twin, in_order():
         twin.steps_together(2, Step(2))
 
@@ -133,12 +135,12 @@ def test_a_penalty_on_gradients(emulated_device: str, strategy: str, front_end: 
 @pytest.mark.parametrize("in_graph", [False, True])
 @on_the_device
 def test_two_forwards_on_streams_that_the_program_does_not_order(
-    emulated_device: str, in_graph: bool, front_end: str
+    recorded_device: str, in_graph: bool, front_end: str
 ) -> None:
-    with twin_of(emulated_device, front_end) as twin:
+    with twin_of(recorded_device, front_end) as twin:
         main = torch.accelerator.current_stream()
         inputs = twin.inputs(2)
-        one, two = torch.Stream(emulated_device), torch.Stream(emulated_device)
+        one, two = torch.Stream(recorded_device), torch.Stream(recorded_device)
         with in_order():
             one.wait_stream(main)
             two.wait_stream(main)
@@ -158,9 +160,9 @@ def test_two_forwards_on_streams_that_the_program_does_not_order(
 @pytest.mark.parametrize("offload", [False, True])
 @on_the_device
 def test_a_stream_for_forward_and_another_for_backward(
-    emulated_device: str, offload: bool, front_end: str
+    recorded_device: str, offload: bool, front_end: str
 ) -> None:
-    with twin_of(emulated_device, front_end, offload=offload) as twin:
+    with twin_of(recorded_device, front_end, offload=offload) as twin:
         one, two = streams(twin.device, 2)
         with in_order():
             for forward, backward in ((one, two), (two, one), (one, one)):
@@ -168,9 +170,9 @@ def test_a_stream_for_forward_and_another_for_backward(
 
 
 @on_the_device
-def test_an_all_reduce_hook_on_a_stream_of_its_own(emulated_device: str) -> None:
-    with twin_of(emulated_device, "fully_shard") as twin:
-        stream, seen = torch.Stream(emulated_device), []
+def test_an_all_reduce_hook_on_a_stream_of_its_own(recorded_device: str) -> None:
+    with twin_of(recorded_device, "fully_shard") as twin:
+        stream, seen = torch.Stream(recorded_device), []
 
         def halve(total: torch.Tensor) -> None:
             seen.append(torch.accelerator.current_stream())
@@ -191,14 +193,14 @@ def test_an_all_reduce_hook_on_a_stream_of_its_own(emulated_device: str) -> None
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @on_the_device
 def test_the_recipe_moves_shards_and_optimizer_state_to_the_host_and_back(
-    emulated_device: str, strategy: str, front_end: str
+    recorded_device: str, strategy: str, front_end: str
 ) -> None:
     names: dict[str, Any] = {"torch": torch, "FSDP": FSDP}
     [recipe] = [
         each for each in blocks("examples/README.md", "python") if "def move(model, optim" in each
     ]
     exec(recipe.partition("\n\n\n")[0], names)
-    with twin_of(emulated_device, front_end, strategy) as twin, in_order():
+    with twin_of(recorded_device, front_end, strategy) as twin, in_order():
         twin.step()
         for place in ("cpu", twin.device):
             names["move"](twin.model, twin.optim, place)
@@ -216,9 +218,9 @@ def test_the_recipe_moves_shards_and_optimizer_state_to_the_host_and_back(
 @pytest.mark.parametrize("mixed", [False, True])
 @on_the_device
 def test_the_host_writes_offloaded_parameters_after_an_evaluation(
-    emulated_device: str, mixed: bool, front_end: str
+    recorded_device: str, mixed: bool, front_end: str
 ) -> None:
-    with twin_of(emulated_device, front_end, offload=True, mixed=mixed) as twin:
+    with twin_of(recorded_device, front_end, offload=True, mixed=mixed) as twin:
         (x,) = twin.inputs()
         parameters = [local(parameter) for parameter in twin.model.parameters()]
         assert all(parameter.device.type == "cpu" for parameter in parameters)
@@ -234,9 +236,9 @@ def test_the_host_writes_offloaded_parameters_after_an_evaluation(
 @every_front_end
 @on_the_device
 def test_the_host_reads_offloaded_gradients_after_a_backward(
-    emulated_device: str, front_end: str
+    recorded_device: str, front_end: str
 ) -> None:
-    with twin_of(emulated_device, front_end, offload=True) as twin:
+    with twin_of(recorded_device, front_end, offload=True) as twin:
         (x,) = twin.inputs()
         with in_order() as recording:
             twin.loss(x).backward()
@@ -247,9 +249,9 @@ def test_the_host_reads_offloaded_gradients_after_a_backward(
 
 
 @on_the_device
-def test_hooks_on_offloaded_gradients_read_them_at_once(emulated_device: str) -> None:
+def test_hooks_on_offloaded_gradients_read_them_at_once(recorded_device: str) -> None:
     """A user's hook steps on the host as soon as a gradient is there."""
-    with twin_of(emulated_device, "fully_shard", offload=True) as twin:
+    with twin_of(recorded_device, "fully_shard", offload=True) as twin:
         (x,) = twin.inputs()
 
         def hook(parameter: torch.Tensor) -> None:
@@ -265,14 +267,14 @@ def test_hooks_on_offloaded_gradients_read_them_at_once(emulated_device: str) ->
 @pytest.mark.parametrize("front_end", ["flat", "original parameters"])
 @on_the_device
 def test_the_host_writes_offloaded_parameters_after_they_were_shown_whole(
-    emulated_device: str, front_end: str
+    recorded_device: str, front_end: str
 ) -> None:
     def gather(group: object, full: torch.Tensor, own: torch.Tensor) -> Work:
         full.view(RANKS, -1).copy_(own)  # as if all ranks had this one's part
         return Work(lambda: None, None)
 
     with (
-        twin_of(emulated_device, front_end, offload=True) as twin,
+        twin_of(recorded_device, front_end, offload=True) as twin,
         mock.patch.object(_torch_private, "start_all_gather", gather),
     ):
         parameters = list(twin.model.parameters())
@@ -290,8 +292,8 @@ def test_the_host_writes_offloaded_parameters_after_they_were_shown_whole(
 
 @both_front_ends
 @on_the_device
-def test_the_host_overwrites_an_input_after_a_forward(emulated_device: str, front_end: str) -> None:
-    with twin_of(emulated_device, front_end) as twin:
+def test_the_host_overwrites_an_input_after_a_forward(recorded_device: str, front_end: str) -> None:
+    with twin_of(recorded_device, front_end) as twin:
         x = twin.inputs()[0].cpu().pin_memory()
         with in_order() as recording:
             twin.loss(x)
@@ -300,8 +302,8 @@ def test_the_host_overwrites_an_input_after_a_forward(emulated_device: str, fron
 
 
 @on_the_device
-def test_inputs_that_are_moved_to_the_host_are_read_there(emulated_device: str) -> None:
-    x = torch.ones(4, device=device_named(emulated_device))
+def test_inputs_that_are_moved_to_the_host_are_read_there(recorded_device: str) -> None:
+    x = torch.ones(4, device=device_named(recorded_device))
     with in_order(streams=1):
         (moved,) = move_to((x,), torch.device("cpu"))
         assert moved.sum() == 4

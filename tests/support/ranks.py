@@ -13,8 +13,8 @@
         assert dist.get_world_size() == 2
 
 Importing torch costs seconds, so rank processes are started on the first call that needs them and
-kept. Every call gets its own gloo default group. State that a call may change is restored before
-the next one: the group and its subgroups, seeds, torch's global modes, warning filters, environment
+kept. Every call gets its own default group. State that a call may change is restored before the
+next one: the group and its subgroups, seeds, torch's global modes, warning filters, environment
 variables, the working directory. If a process died, hangs or cannot clean up, all are killed and
 the next call starts new ones.
 
@@ -80,14 +80,16 @@ def run_ranks(
     timeout: float | None = None,
     group_timeout: float | None = None,
     environment: Mapping[str, str] | None = None,
+    backend: str = "gloo",
     **kwargs: Any,
 ) -> list[Any]:
     """Call ``function(*args, **kwargs)`` on ``n`` ranks and return what they return, by rank.
 
     function: at the top level of an importable module; arguments and results are pickled. In it
-    ``torch.distributed`` is initialised: gloo, world size ``n``, a time limit of ``group_timeout``
+    ``torch.distributed`` is initialised: world size ``n``, a time limit of ``group_timeout``
     seconds (default: 0.6 of ``timeout``).
     environment: variables that are set during the call.
+    backend: of the group. With NCCL in it, each rank also has a CUDA device as its current one.
 
     Raises RankError when a rank raises (with every traceback), dies (with its exit code or signal),
     or does not answer within ``timeout`` seconds (with the Python stacks of all ranks). By default
@@ -96,7 +98,7 @@ def run_ranks(
     __tracebackhide__ = True
     call = functools.partial(function, *args, **kwargs)
     limit = limit_s() if timeout is None else timeout
-    return _pool.run(n, function, call, limit, group_timeout, dict(environment or {}))
+    return _pool.run(n, function, call, limit, group_timeout, dict(environment or {}), backend)
 
 
 def on_ranks(n: int | str, **limits: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -148,6 +150,7 @@ class Call:
     group_timeout: float
     sys_path: list[str]
     environment: dict[str, str]
+    backend: str
     # the function with its arguments, pickled separately: only the rank's main thread may import
     payload: bytes
 
@@ -250,6 +253,7 @@ class _Pool:
         timeout: float,
         group_timeout: float | None,
         environment: dict[str, str],
+        backend: str,
     ) -> list[Any]:
         """call: the function with its arguments."""
         __tracebackhide__ = True
@@ -270,7 +274,7 @@ class _Pool:
             self._num_calls += 1
             limit = GROUP_SHARE * timeout if group_timeout is None else group_timeout
             message = Call(
-                self._num_calls, n, self._port, limit, list(sys.path), environment, payload
+                self._num_calls, n, self._port, limit, list(sys.path), environment, backend, payload
             )
             started = time.monotonic()
             for rank in ranks:
@@ -537,8 +541,10 @@ def _perform(rank: int, call: Call, store: Any) -> Returned | Raised:
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(0)
         torch.manual_seed(0)
+        if "nccl" in call.backend:
+            torch.cuda.set_device(rank)
         dist.init_process_group(
-            "gloo",
+            call.backend,
             store=dist.PrefixStore(f"call {call.number}", store),
             rank=rank,
             world_size=call.num_ranks,

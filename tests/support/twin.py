@@ -21,17 +21,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdp_compat import (
-    CPUOffload,
-    CPUOffloadPolicy,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    ShardingStrategy,
-    _torch_private,
-    fully_shard,
-)
+import fsdp_compat
 from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat import MixedPrecision, _torch_private
 from fsdp_compat._engine.group import Group
 from fsdp_compat.sharded_grad_scaler import ShardedGradScaler
 from fsdp_compat.wrap import ModuleWrapPolicy
@@ -90,36 +82,41 @@ def sharded(
     device_id: torch.device,
     offload: bool = False,
     mixed_precision: MixedPrecision | None = None,
-    allow_unused_units: bool = False,
+    library: Any = fsdp_compat,
+    **options: Any,
 ) -> Any:
-    """Return the module as one of FRONT_ENDS shards it; HYBRID_SHARD is over two nodes."""
+    """Return the module as one of FRONT_ENDS shards it; HYBRID_SHARD is over two nodes.
+
+    library: fsdp_compat, or torch.distributed.fsdp. options: of the front end, for the root.
+    """
     ranks = dist.get_world_size()
     shape = {"HYBRID_SHARD": (2, ranks // 2), "NO_SHARD": (ranks, 1)}.get(strategy, (1, ranks))
     mesh = init_device_mesh(device_id.type, shape, mesh_dim_names=("replicate", "shard"))
     if front_end != FULLY_SHARD:
-        return FSDP(
+        low = mixed_precision and dataclasses.asdict(mixed_precision)
+        return library.FullyShardedDataParallel(
             module,
             device_id=device_id,
-            auto_wrap_policy=ModuleWrapPolicy(units),
-            sharding_strategy=ShardingStrategy[strategy],
+            auto_wrap_policy=library.wrap.ModuleWrapPolicy(units),
+            sharding_strategy=library.ShardingStrategy[strategy],
             device_mesh=mesh if strategy == "HYBRID_SHARD" else None,
-            cpu_offload=CPUOffload(offload_params=offload),
-            mixed_precision=mixed_precision,
+            cpu_offload=library.CPUOffload(offload_params=offload),
+            mixed_precision=library.MixedPrecision(**low) if low else None,
             use_orig_params=front_end == ORIGINAL,
-            allow_unused_units=allow_unused_units,
+            **options,
         )
-    low = mixed_precision or MixedPrecision()
-    options: dict[str, Any] = {
+    dtypes = mixed_precision or MixedPrecision()
+    how: dict[str, Any] = {
         "mesh": mesh if shape[0] > 1 else mesh["shard"],
         "reshard_after_forward": strategy != "SHARD_GRAD_OP",
-        "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
-        "mp_policy": MixedPrecisionPolicy(low.param_dtype, low.reduce_dtype),
+        "offload_policy": library.CPUOffloadPolicy() if offload else library.OffloadPolicy(),
+        "mp_policy": library.MixedPrecisionPolicy(dtypes.param_dtype, dtypes.reduce_dtype),
     }
     if not offload:
         module.to(device_id)
     for unit in [child for child in module.modules() if isinstance(child, tuple(units))]:
-        fully_shard(unit, **options)
-    return fully_shard(module, allow_unused_units=allow_unused_units, **options)
+        library.fully_shard(unit, **how)
+    return library.fully_shard(module, **how, **options)
 
 
 class Work:
