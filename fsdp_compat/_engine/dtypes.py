@@ -98,7 +98,7 @@ def map_tensors(
     if changes and isinstance(value, tuple):
         items = [changes.get(index, item) for index, item in enumerate(value)]
         new = type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    elif changes and not isinstance(value, (set, frozenset)):
+    elif changes and not isinstance(value, (set, frozenset, types.MappingProxyType)):
         new = value if in_place else copy.copy(value)
         for key, mapped in changes.items():
             if hasattr(new, "__setitem__"):

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import _torch_private
-from .dtypes import cast_floats, tensors_in
+from .dtypes import cast_floats, map_tensors, tensors_in
 from .group import Group
 from .unit import Call, Unit
 
@@ -186,41 +186,56 @@ def _let_see(module: nn.Module, *seen: Any) -> Any:
 
 
 def on_gradients_of_inputs(
-    args: tuple[Any, ...], kwargs: dict[str, Any], call: Call
+    args: tuple[Any, ...], kwargs: dict[str, Any], call: Call, device: torch.device
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Track which inputs of a call are in the graph, and when their gradients are complete. Return
-    the inputs to use instead.
+    """Track which inputs of a call, also in containers, are in the graph on the device, and when
+    their gradients are complete. Return the inputs to use instead.
 
-    Each tensor is replaced by an alias, because the gradient of the tensor itself is complete only
-    when all calls with this input have run. Containers are left alone: forward may change them.
+    Until the call ends, each tensor is replaced by an alias: the gradient of the tensor itself is
+    complete only when all calls with this input have run. Gradients on other devices do not count,
+    because another thread computes them, at a time of its own on each rank.
     """
-    aliases: dict[int, Tensor] = {}
-
-    def watched(value: Any) -> Any:
-        if id(value) in aliases:
-            return aliases[id(value)]
-        if type(value) is Tensor and _can_be_watched(value):
-            alias = aliases[id(value)] = value.view_as(value)
-            alias.__dict__.update(value.__dict__)
-            value = alias
-        for tensor in tensors_in(value):
-            if _can_be_watched(tensor) and tensor.grad_fn is not None:
-                call.inputs.append(tensor.grad_fn)
-                weakref.finalize(call, tensor.register_hook(hook).remove)
-        return value
-
     reference = weakref.ref(call)  # the tensor may outlive it
+    aliases: dict[int, Tensor] = {}
+    seen: dict[int, Any] = {}
 
     def hook(grad: Tensor) -> None:
         call = reference()
         if call is not None:
             call.inputs_left -= 1
 
-    return tuple(map(watched, args)), {name: watched(value) for name, value in kwargs.items()}
+    def watched(tensor: Tensor) -> Tensor:
+        if id(tensor) in aliases:
+            return aliases[id(tensor)]
+        if not _can_be_watched(tensor, device):
+            return tensor
+        alias = tensor
+        if type(tensor) is Tensor:
+            alias = tensor.view_as(tensor)
+            alias.__dict__.update(tensor.__dict__)
+            call.originals[id(alias)] = alias, tensor
+        aliases[id(tensor)] = alias
+        if alias.grad_fn is not None:
+            call.inputs.append(alias.grad_fn)
+            weakref.finalize(call, alias.register_hook(hook).remove)
+        return alias
+
+    def look(value: Any) -> Any:
+        new = map_tensors(value, watched, True, seen)
+        if aliases and not isinstance(value, Tensor):
+            call.containers.append(value)
+        return new
+
+    return tuple(map(look, args)), {name: look(value) for name, value in kwargs.items()}
 
 
-def _can_be_watched(tensor: Tensor) -> bool:
-    return tensor.requires_grad and tensor.layout is torch.strided and not tensor.is_nested
+def _can_be_watched(tensor: Tensor, device: torch.device) -> bool:
+    return (
+        tensor.requires_grad
+        and tensor.device == device
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+    )
 
 
 def on_gradient_of_param(unit: Unit, group: Group, index: int, param: nn.Parameter) -> None:

@@ -163,10 +163,10 @@ class Runtime:
             if unit.buffers is not None:
                 unit.buffers.follow(call.dtype)
         options = unit.options
-        if self._streams is not None and torch.is_grad_enabled():
-            args, kwargs = hooks.on_gradients_of_inputs(args, kwargs, call)
         if outermost:
             args, kwargs = move_to((args, kwargs), options.device)
+        if self._streams is not None and torch.is_grad_enabled():
+            args, kwargs = hooks.on_gradients_of_inputs(args, kwargs, call, options.device)
         if call.dtype is ComputeDtype.TRAIN and (
             options.cast_inputs or (outermost and options.cast_root_inputs)
         ):
@@ -205,6 +205,8 @@ class Runtime:
     def post_forward(self, call: Call, unit: Unit, has_raised: bool = False) -> None:
         """End a forward call. A recomputation reshards nothing: backward needs the parameters."""
         leaving, call.leaving = ([] if has_raised else call.leaving), []
+        if call.originals:
+            call.put_inputs_back()
         stack = self._stack
         if call not in stack:
             return

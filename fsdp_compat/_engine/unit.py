@@ -18,7 +18,7 @@ from ..errors import StateError
 from . import events
 from .behavior import Behavior
 from .buffers import CastBuffers
-from .dtypes import ComputeDtype
+from .dtypes import ComputeDtype, map_tensors
 from .group import Group
 from .module_view import ModuleView, TensorAttributes
 from .store import ModuleSlot
@@ -71,6 +71,9 @@ class Call:
         # On devices with streams: nodes of inputs in the graph, and how many this backward has left
         self.inputs: list[Any] = []
         self.inputs_left = 0
+        # While it runs: containers of inputs, and by id of an alias in them: alias, input
+        self.containers: list[Any] = []
+        self.originals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.inside: list[Any] = []  # without tags: nodes that its backward passes
         self.summoned = unit.view.summoned
         self.dtype = (
@@ -100,6 +103,12 @@ class Call:
                 if layer.requires_grad and layer.grad_fn is not None:
                     self.leaving.append(layer)
         return tensor
+
+    def put_inputs_back(self) -> None:
+        """Put inputs back into their containers, which hold aliases while the call runs."""
+        for value in self.containers:
+            map_tensors(value, lambda t: self.originals.get(id(t), (t, t))[1], in_place=True)
+        self.containers, self.originals = [], {}
 
     @property
     def has_run_backward(self) -> bool:

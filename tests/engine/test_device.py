@@ -1,12 +1,14 @@
 """Streams are joined where a program changes from one to another, and nowhere else; what becomes of
 the inputs of calls there."""
 
+import dataclasses
+import types
 from typing import Any
 
 import pytest
 import torch
 
-from fsdp_compat._engine import hooks
+from fsdp_compat._engine import hooks, unit
 from fsdp_compat._engine.device import compute_streams
 
 
@@ -41,10 +43,14 @@ class Call:
     def __init__(self) -> None:
         self.inputs: list[Any] = []
         self.inputs_left = 0
+        self.containers: list[Any] = []
+        self.originals: dict[int, Any] = {}
+
+    put_inputs_back = unit.Call.put_inputs_back
 
 
-def watched(args: Any, kwargs: Any, call: Any) -> Any:
-    return hooks.on_gradients_of_inputs(args, kwargs, call)
+def watched(args: Any, kwargs: Any, call: Any, device: str = "cpu") -> Any:
+    return hooks.on_gradients_of_inputs(args, kwargs, call, torch.device(device))
 
 
 def test_an_input_is_the_same_tensor_in_all_arguments_and_keeps_its_attributes() -> None:
@@ -56,20 +62,48 @@ def test_an_input_is_the_same_tensor_in_all_arguments_and_keeps_its_attributes()
 
 
 def test_inputs_that_cannot_be_watched_stay_as_they_are() -> None:
-    leaf = torch.ones(2, requires_grad=True)
     sparse = torch.eye(2, requires_grad=True).to_sparse()
     nested = torch.nested.nested_tensor([torch.ones(2)], requires_grad=True)
     call = Call()
     for _ in range(2):
-        args, _ = watched((sparse, nested, {"prompt": leaf}), {}, call)
+        args, _ = watched((sparse, nested), {}, call)
     assert args[0] is sparse and args[1] is nested
-    assert not leaf._backward_hooks and not call.inputs
+    assert not call.inputs
 
 
-def test_hooks_on_inputs_in_containers_go_with_their_calls() -> None:
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    x: torch.Tensor
+
+
+def test_inputs_in_containers_are_aliases_until_the_call_ends() -> None:
+    x = torch.ones(2, requires_grad=True) * 2
+    values: list[Any] = [x, (x, 3), {"x": x}, Packed(x), types.MappingProxyType({"x": x})]
+    call = Call()
+    (given, same), _ = watched((values, x), {}, call)
+    [alias] = call.inputs
+    assert given is values  # forward may change it
+    inside = [values[0], values[1][0], values[2]["x"], values[3].x, same]
+    assert all(value is inside[0] for value in inside) and inside[0] is not x
+    assert alias is inside[0].grad_fn is not x.grad_fn
+    values.append("from forward")
+    call.put_inputs_back()
+    assert all(value is x for value in (values[0], values[1][0], values[2]["x"], values[3].x))
+    assert values[-1] == "from forward" and values[4]["x"] is x
+
+
+def test_hooks_on_inputs_go_with_their_calls() -> None:
     x = torch.ones(2, requires_grad=True) * 2
     call = Call()
-    watched(({"x": x},), {}, call)
-    assert call.inputs == [x.grad_fn] and len(x._backward_hooks) == 1
+    (alias,), _ = watched((x,), {}, call)
+    assert len(alias._backward_hooks) == 1
+    call.put_inputs_back()
     del call
-    assert not x._backward_hooks
+    assert not alias._backward_hooks
+
+
+def test_inputs_on_other_devices_are_left_alone() -> None:
+    x = torch.ones(2, requires_grad=True) * 2
+    call = Call()
+    (same, _), _ = watched((x, [x]), {}, call, "meta")
+    assert same is x and not call.inputs and not x._backward_hooks

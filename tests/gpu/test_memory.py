@@ -1,0 +1,113 @@
+"""Peaks of memory in a step on a device are those of torch's FSDP2, within 3 %, whatever passes
+between the units."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+from tests.support.emulated import nccl
+from tests.support.emulated.order import Allocate, Free
+from tests.support.ranks import on_ranks
+from tests.support.twin import FLAT, FULLY_SHARD, sharded
+
+WIDTH = 64
+SLACK = 1.03
+
+
+@dataclasses.dataclass
+class Packed:
+    value: torch.Tensor
+
+
+CONTAINERS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]] = {
+    "tensor": (lambda x: x, lambda x: x),
+    "tuple": (lambda x: (x,), lambda packed: packed[0]),
+    "nested": (lambda x: {"states": [(x, 1)]}, lambda packed: packed["states"][0][0]),
+    "dataclass": (Packed, lambda packed: packed.value),
+}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.unpack: Callable[[Any], torch.Tensor] = lambda x: x
+
+    def forward(self, x: torch.Tensor, condition: Any = None) -> torch.Tensor:
+        y = x + self.down(torch.relu(self.up(x)))
+        return y if condition is None else y + self.unpack(condition)
+
+
+class Model(nn.Module):
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+
+
+class Conditioned(Model):
+    """All blocks share an input that needs gradients."""
+
+    def __init__(self, blocks: int, container: str) -> None:
+        super().__init__(blocks)
+        self.pack, unpack = CONTAINERS[container]
+        for block in self.blocks:
+            block.unpack = unpack
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        condition = self.pack(self.last(x))
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x, condition)
+        return x
+
+
+def by_torch(model: Model) -> nn.Module:
+    mesh = init_device_mesh("emulated", (8,))
+    model.to("emulated")
+    for block in model.blocks:
+        torch_fully_shard(block, mesh=mesh)
+    return torch_fully_shard(model, mesh=mesh)
+
+
+def peak_of(model: Model, front_end: str, **options: Any) -> int:
+    """Return the most bytes that a step allocates beyond what it begins with."""
+    nccl.use()
+    with nccl.group_of(8), nccl.answering(lambda tensor, op: None):
+        if front_end == "torch":
+            wrapped = by_torch(model)
+        else:
+            device = torch.device("emulated", 0)
+            wrapped = sharded(model, front_end, units=(Block,), device_id=device, **options)
+        for step in range(3):
+            gc.collect()
+            with nccl.recording() as recording:
+                wrapped(torch.randn(2, 3, WIDTH).to("emulated")).sum().backward()
+            wrapped.zero_grad()
+    live = peak = 0
+    for each in recording.happenings:
+        if isinstance(each, (Allocate, Free)):
+            begin, end = each.range
+            live += end - begin if isinstance(each, Allocate) else begin - end
+            peak = max(peak, live)
+    return peak
+
+
+@pytest.mark.parametrize("blocks", [4, 8, 16])
+@pytest.mark.parametrize("container", list(CONTAINERS))
+@on_ranks(1)
+def test_inputs_that_blocks_share_in_containers(
+    emulated_device: str, container: str, blocks: int
+) -> None:
+    limit = SLACK * peak_of(Conditioned(blocks, "tensor"), "torch")
+    for front_end in (FLAT, FULLY_SHARD):
+        assert peak_of(Conditioned(blocks, container), front_end) <= limit
