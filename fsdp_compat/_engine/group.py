@@ -127,7 +127,8 @@ class Group:
         self.tags: dict[Transport, int] = {}  # by axis of several ranks, once these agree
         all_groups[self] = [line for _, line in traceback.walk_stack(None)]
         self._all_gather: Handle | None = None  # in flight
-        self._wait_for_custom: Callable[[], None] | None = None  # for the user's last all-gather
+        # For the stream that issued the all-gather, or ran the user's
+        self._wait_for_issuer: Callable[[], None] | None = None
         axes = ReduceAxes(
             self.shard,
             self.replica,
@@ -222,13 +223,12 @@ class Group:
             return
         with side.work():
             self._begin_all_gather()
+        self._wait_for_issuer = side.mark()
 
     def _begin_all_gather(self) -> None:
         shard, memory, behavior = self.store.shard, self.memory, self.behavior
         if behavior is not None and behavior.custom_all_gather is not None:
             _gather_by_custom(behavior, shard, memory, self.shard.rank)
-            side = side_stream(self.device, "gather")
-            self._wait_for_custom = None if side is None else side.mark()
             return
         self._all_gather = self.shard.begin_gather(
             shard, memory.all_gather_output, memory.segments, self.tags.get(self.shard, 0)
@@ -273,9 +273,9 @@ class Group:
         return params
 
     def _end_all_gather(self) -> None:
-        if self._wait_for_custom is not None:
-            self._wait_for_custom()
-            self._wait_for_custom = None
+        if self._wait_for_issuer is not None:
+            self._wait_for_issuer()
+            self._wait_for_issuer = None
         if self._all_gather is not None:
             self.shard.end_gather(self._all_gather, self._what)
             self._all_gather = None  # only now: if the wait raises, memory is still received into
