@@ -63,10 +63,11 @@ def compute_streams(device: torch.device) -> ComputeStreams | None:
 
 
 class SideStream:
-    """A stream beside the one that computes."""
+    """A stream beside the one that computes, of high priority: copies and casts go before what
+    waits to be computed."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, torch.Stream(device=device)
+        self._device, self._stream = device, torch.Stream(device=device, priority=-1)
         self._held: list[Tensor] = []
         self._read: torch.Event | None = None  # after the last read of the held tensors
 
