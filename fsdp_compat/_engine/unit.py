@@ -225,8 +225,9 @@ class Unit:
                 self.behavior.freshness.record()
             if _torch_private.counts_collectives():
                 self._count_gathers()
-            for group in self.groups:
-                group.unshard()
+            with _torch_private.profiled("all_gather", self.label):
+                for group in self.groups:
+                    group.unshard()
 
     def _count_gathers(self) -> None:
         """Count one all-gather for all groups over the same ranks, even if nothing is sent."""
@@ -238,8 +239,9 @@ class Unit:
         """Collective. Make the unsharded parameters readable."""
         if self.residency is Residency.UNSHARDING:
             events.tell(events.WAITING, self.label)
-            for group in self.groups:
-                group.wait_for_unshard()
+            with _torch_private.profiled("wait_for_all_gather", self.label):
+                for group in self.groups:
+                    group.wait_for_unshard()
             self.residency = Residency.UNSHARDED
             events.tell(events.UNSHARDED, self.label)
 

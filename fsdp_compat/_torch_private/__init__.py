@@ -76,6 +76,13 @@ def on_end_of_backward(callback: Callable[[], None]) -> None:
 is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
+def profiled(what: str, label: str) -> contextlib.AbstractContextManager[object]:
+    """A context that profilers show as what is done for a unit."""
+    if is_profiling():
+        return torch.profiler.record_function(f"FSDP::{what} ({label})")
+    return _NO_CONTEXT
+
+
 # set_compiler(compiler): let ``compiler`` evaluate frames from now on (None: no compilation), and
 # return the previous one. ``torch.compiler.disable`` does the same around a call, but imports the
 # compiler, which takes seconds. This is the C function, because a wrapper would be compiled.

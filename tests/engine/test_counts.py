@@ -127,6 +127,29 @@ def test_profilers_see_collectives_that_send_nothing(fully: bool) -> None:
         assert rows[f"fsdp_compat::{name}"] == traffic.counts[kind] > BLOCKS
 
 
+@pytest.mark.parametrize("fully", [False, True])
+@on_ranks(2, environment=MESSAGES)
+def test_profilers_see_what_is_done_for_each_unit(fully: bool) -> None:
+    model: Any = Model()
+    if fully:
+        for module in (*model.blocks, model):
+            fully_shard(module)
+    else:
+        model = wrapped(module=model)
+    step(model)
+    rows = {key: n for key, n in profiled(model).items() if key.startswith("FSDP::")}
+    names = [f"unit 'blocks.{index}'" for index in range(BLOCKS)]
+    root = next(key for key in rows if "the root unit" in key).partition("(")[2]
+    assert "Model" in root or "FullyShardedDataParallel" in root
+    for what in ("all_gather", "wait_for_all_gather", "reduce"):
+        assert rows.pop(f"FSDP::{what} ({root}") == 1
+        gathers = 1 if what == "reduce" else 2
+        for index, name in enumerate(names):
+            kept = index == BLOCKS - 1 and gathers == 2  # stays unsharded
+            assert rows.pop(f"FSDP::{what} ({name})") == (1 if kept else gathers), (what, name)
+    assert not rows
+
+
 @on_ranks(2, environment=MAPPED)
 def test_profilers_see_the_barriers_of_mapped_passes() -> None:
     model = wrapped()
