@@ -137,8 +137,10 @@ class Checks:
             self._require_values()
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise StateError if a gradient of the optimizer's parameters was not reduced, before its
-        step. A backward that raised may have left some, which the next forward drops."""
+        """Before a step, wait for copies of offloaded shards, which a forward without a backward
+        has left. Raise StateError if a gradient of the optimizer's parameters was not reduced; a
+        backward that raised may have left some, which the next forward drops."""
+        self._communicators.wait_copies()
         runtime = self._root.runtime
         if runtime is None or runtime.backward.is_open or not self.changes.groups_with_gradients():
             return

@@ -235,6 +235,20 @@ def test_the_host_writes_offloaded_parameters_after_an_evaluation(
 
 @every_front_end
 @on_the_device
+def test_a_step_after_a_forward_without_a_backward_waits_for_copies(
+    emulated_device: str, front_end: str
+) -> None:
+    with twin_of(emulated_device, front_end, offload=True) as twin:
+        x, y = twin.inputs(2)
+        twin.loss(x).backward()
+        with in_order() as recording:
+            kept = twin.loss(y)
+            twin.optim.step()
+        assert kept.requires_grad and any(op.writes for op in ops(recording, stream=HOST))
+
+
+@every_front_end
+@on_the_device
 def test_the_host_reads_offloaded_gradients_after_a_backward(
     recorded_device: str, front_end: str
 ) -> None:
