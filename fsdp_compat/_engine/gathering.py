@@ -241,8 +241,10 @@ class Gathering:
                 or unit is self._units[0]  # the root
             ):
                 unit.view.show_sharded()
-            else:
+            elif in_graph or behavior.reshard_after_forward or self.rounds.is_fixed_order:
                 unit.reshard()
+            else:  # evaluation and generation call it repeatedly
+                unit.stay_unsharded()
             return
         behavior.pinned = False
         if not behavior.reshard_after_forward and not self.rounds.is_fixed_order:

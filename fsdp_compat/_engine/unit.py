@@ -160,6 +160,8 @@ class Unit:
         self.uninitialised: list[Uninitialised] = []  # checked before the first forward
         self.residency = Residency.SHARDED  # only this class sets it
         self.dtype = ComputeDtype.TRAIN  # of the unsharded parameters, now or last
+        # While it stays unsharded after a forward without a graph, where `behavior` has none
+        self.kept: Freshness | None = None
         self.attributes = TensorAttributes(*self.modules)
         self.view = ModuleView(self, *self._slots())
 
@@ -260,6 +262,7 @@ class Unit:
             for group in self.groups:
                 group.reshard(is_in_flight)
             self.residency = Residency.SHARDED
+            self.kept = None
 
     def watch_holders(self, in_graph: bool) -> None:
         """Count the holders of unsharded memory after a pass that leaves the unit unsharded. Later
@@ -294,6 +297,19 @@ class Unit:
         """True if unsharded parameters view the shards of all ranks, and change with them."""
         return any(group.memory.views_mapping for group in self.groups)
 
+    def stay_unsharded(self) -> None:
+        """After a forward without a graph: stay unsharded for further ones, as long as nothing is
+        written to the sharded parameters, which are shown. Not where that cannot be seen."""
+        stores = [group.store for group in self.groups]
+        params = [param for store in stores for param, _ in store.sharded_params]
+        if self.is_mapped or any(map(torch.Tensor.is_inference, params)):
+            self.reshard()
+            return
+        self.view.show_sharded()
+        if self.kept is None:
+            self.kept = Freshness(stores)
+            self.kept.record()
+
     def keep_values(self) -> None:
         """Keep the values of a unit that stays unsharded after a pass (GroupMemory.keep_values)."""
         for group in self.groups:
@@ -323,6 +339,8 @@ class Unit:
     def stays_unsharded(self) -> bool:
         """True if the user wants the unit unsharded in a new pass, and its values are current."""
         behavior = self.behavior
+        if self.kept is not None:
+            return self.kept.is_current and not torch.is_grad_enabled()
         return (
             behavior.pinned
             or bool(behavior.modules_to_run)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -221,6 +222,86 @@ def test_forward_without_grad_gathers_every_unit_once() -> None:
     with torch.no_grad():
         model(torch.ones(2, WIDTH))
     assert (traffic.counts[Kind.GATHER], traffic.counts[Kind.REDUCE]) == (7, 0)
+
+
+class Changes:
+    """What gives parameters other values between two evaluations, of a sharded or plain model."""
+
+    @staticmethod
+    def optimizer(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        torch.optim.AdamW(model.parameters(), lr=0.1, fused=True).step()
+        model.zero_grad()
+
+    @staticmethod
+    def writes(model: nn.Module) -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+
+    @staticmethod
+    def memory(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.data = parameter.data * 0.5
+
+    @staticmethod
+    def state(model: nn.Module) -> None:
+        model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
+
+    @staticmethod
+    def whole(model: nn.Module) -> None:
+        sharded = isinstance(model, FullyShardedDataParallel)
+        summon = FullyShardedDataParallel.summon_full_params if sharded else contextlib.nullcontext
+        with summon(model):
+            Changes.writes(model)
+
+
+@pytest.mark.parametrize("change", ["optimizer", "writes", "memory", "state", "whole"])
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@on_ranks(2, environment=COPIED)
+def test_evaluations_with_shard_grad_op_gather_again_only_what_was_written(
+    use_orig_params: bool, change: str
+) -> None:
+    torch.manual_seed(0)
+    plain = Model()
+    model = wrapped(
+        module=copy.deepcopy(plain),
+        sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
+        use_orig_params=use_orig_params,
+    )
+    traffic = model._runtime.groups[0].shard.traffic
+    x = torch.ones(2, WIDTH)
+
+    def gathers(in_graph: bool = False) -> int:
+        """Return how many units a forward gathers; its output is the plain model's."""
+        traffic.clear()
+        with torch.set_grad_enabled(in_graph):
+            output = model(x)
+            torch.testing.assert_close(output, plain(x))
+        if in_graph:
+            output.sum().backward()
+            model.zero_grad()
+        return traffic.counts[Kind.GATHER]
+
+    first = [gathers(), gathers(), gathers()]
+    assert first == [7, 0, 0], first
+    for each in (model, plain):
+        getattr(Changes, change)(each)
+    assert [gathers(), gathers()] == [7, 0]
+    assert [gathers(in_graph=True), gathers()] == [7, 7]
+    assert len(model.state_dict()) == len(plain.state_dict())
+    assert [gathers(), gathers()] == [7, 0]
+
+
+@on_ranks(2, environment=COPIED)
+def test_evaluations_of_ranks_that_may_use_different_units_gather_all_of_them() -> None:
+    model = wrapped(sharding_strategy=ShardingStrategy.SHARD_GRAD_OP, allow_unused_units=True)
+    traffic = model._runtime.groups[0].shard.traffic
+    with torch.no_grad():
+        for count in (1, 2):
+            model(torch.ones(2, WIDTH))
+            assert traffic.counts[Kind.GATHER] == 7 * count
 
 
 # -- passes over memory
