@@ -104,8 +104,10 @@ class FullyShardedDataParallel(ClientAttributes):
         ignored_states: parameters or modules to ignore; not together with ``ignored_modules``.
         device_mesh: replaces ``process_group``. For hybrid strategies a 2-D mesh (replica, shard)
             or a 1-D mesh; otherwise a mesh whose first dimension is sharded over.
-        allow_unused_units: ranks may run different units. This costs one byte per unit and
-            backward, turns off prefetching, and reshards after forward with every strategy.
+        allow_unused_units: ranks may run different units. They vote once per backward, on the CPU
+            if the process group has a backend for it. No unit is prefetched, and all are resharded
+            after forward. In a backward that reaches units twice, or in another order than that of
+            registration, they stay unsharded until its end.
         keep_units_below: units with fewer elements than this, counted unsharded, stay unsharded
             from forward to backward, as all units do with SHARD_GRAD_OP. Gathering many small
             units twice costs more time than their memory is worth.

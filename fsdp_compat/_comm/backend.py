@@ -42,6 +42,8 @@ class BackendTransport(Transport):
         self.values_device = small or device
         assert axis.group is not None
         self._group = weakref.ref(axis.group)
+        default = _torch_private.default_device_of_backend(axis.group)
+        self.takes_host_values = default.type == "cpu"
 
     @property
     def group(self) -> dist.ProcessGroup:

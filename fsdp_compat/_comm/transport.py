@@ -132,6 +132,7 @@ class Transport(abc.ABC):
         self.device, self.traffic = device, Traffic()
         self._tags = itertools.count(1)
         self.values_device = torch.device("cpu")  # of small collectives
+        self.takes_host_values = True  # in small collectives, so that the host waits for no device
 
     @property
     def has_failed(self) -> bool:

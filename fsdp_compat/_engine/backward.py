@@ -47,8 +47,13 @@ class Backward:
         self.entered: list[Unit] = []  # between pre-backward and post-backward
         self.reduced: set[Gradients] = set()
         self.has_rest = False  # ranks may use different units, and agree at the end
-        # Everything is reduced at the end: without tags ranks must reduce units in one order.
+        # Post-backward reduces nothing: without tags ranks must reduce units in one order.
         self.defers = False
+        # Then, where ranks may use different units: those that some rank has used; and, if backward
+        # reaches units in one order on all ranks, the units that are not reduced yet.
+        self.used: dict[Gradients, bool] = {}
+        self.to_reduce: list[Unit] = []
+        self.keeps_gathered = False  # backward may reach units again
         # create_graph: the graph of the gradients may read parameters without reaching a hook.
         self.keeps_params = False
 
@@ -73,6 +78,7 @@ class BackwardRunner:
         self._current: Callable[[], Backward | None] = _no_backward  # weak
         self.is_open = False  # a backward began and has not ended
         self._has_recorded = False  # some group has gradients of a backward without communication
+        gathering.backward_order.after_gather = self._reduce_passed
 
     @property
     def _allow_unused_units(self) -> bool:
@@ -118,7 +124,47 @@ class BackwardRunner:
             current.has_rest = self._allow_unused_units or reduces_unused
             current.defers = current.has_rest and not self._communicators.have_tags
             self.reductions.is_unlimited = reduces_unused and not current.defers
+            if current.defers and self._allow_unused_units:
+                self._agree_on_order(current)
         return current
+
+    def _agree_on_order(self, backward: Backward) -> None:
+        """Collective. Vote which units some rank uses, and whether this backward reaches each at
+        most once, in one order on all ranks. If so, they are reduced during backward; otherwise
+        none is gathered twice or reduced before its end."""
+        places = {unit: place for place, unit in enumerate(self._gathering.in_backward)}
+        calls = [(call, unit) for unit in self._units for call in unit.calls_left()]
+        calls.sort(key=lambda each: -each[0].end_tick)
+        reached = [places[unit] for _, unit in calls]
+        is_in_order = all(map(operator.lt, reached, reached[1:]))
+        hides_calls = any(call.hides_calls for call, _ in calls)
+        used = [
+            group.gradients.have_come or (places[unit] in reached and group.gradients.is_trainable)
+            for unit in self._units
+            for group in unit.groups
+        ]
+        out_of_order, *used = self._communicators.any_rank(
+            [hides_calls or not is_in_order, *used], "the units that some rank uses in backward"
+        )
+        if out_of_order:
+            backward.keeps_gathered = True
+        else:
+            backward.used = dict(zip(self._every, used, strict=True))
+            backward.to_reduce = list(self._units)
+
+    def _reduce_passed(self, unit: Unit) -> None:
+        """Collective. After a unit was gathered in the fixed order: end the post-backward of units
+        that backward has passed on all ranks. These are the units behind it, but not inside it."""
+        backward = self._current()
+        if backward is None or not backward.to_reduce:
+            return
+        left, inside = backward.to_reduce, set(unit.attributes.modules)
+        while left[-1].module not in inside:
+            passed = left.pop()
+            self._post_backward(passed, backward)
+            if self._side is not None:
+                self._side.release()
+            self._reduce_used(passed, backward)
 
     def _join(self, side: bool = False) -> None:
         """Order the current stream after the engine's work, with ``side`` on both streams."""
@@ -178,11 +224,7 @@ class BackwardRunner:
     @staticmethod
     def _has_calls_left(unit: Unit, backward: Backward) -> bool:
         """True if the running graph has yet to reach calls of the unit: gradients are missing."""
-        for reference in unit.behavior.calls_in_graphs:
-            call = reference()
-            if call is not None and call.seen_by != backward.serial and call.runs_now():
-                return True
-        return False
+        return any(call.seen_by != backward.serial for call in unit.calls_left())
 
     @_torch_private.outside_transforms
     def on_gradient(self, group: Group, index: int, param: nn.Parameter) -> None:
@@ -200,7 +242,8 @@ class BackwardRunner:
         if unit.calls:
             unit.forget_calls()
             backward.entered.remove(unit)
-        if not backward.keeps_params and unit.behavior.reshard_after_backward:
+        keeps = backward.keeps_params or backward.keeps_gathered
+        if not keeps and unit.behavior.reshard_after_backward:
             unit.reshard()  # first: gradients may need the memory
         # Without tags, ranks must not reduce what happens to be complete already.
         if backward.defers or (not at_end and self._has_calls_left(unit, backward)):
@@ -250,6 +293,7 @@ class BackwardRunner:
         self._join(side=True)
         with torch.no_grad():
             self._gathering.end_backward()
+            backward.keeps_gathered = False
             # gradients that came after their unit's post-backward, or without one
             others = self._checks.changes.groups_with_gradients()
             for unit in reversed(self._units):  # the root last: its buffer is the largest
@@ -290,34 +334,38 @@ class BackwardRunner:
         """Collective. Reduce what post-backward has left, in one order on all ranks: zeros for
         groups that only other ranks used, or where the user asked for them."""
         every = self._every
-        used = [gradients in backward.reduced or gradients.have_come for gradients in every]
-        if self._allow_unused_units and self.sync:
-            used = self._communicators.any_rank(
-                used, "the list of the units that some rank has used"
-            )
-        is_used = dict(zip(every, used, strict=True))
-        for unit in reversed(self._units):
-            policy = unit.behavior.reduction
-            reduces = self.sync and policy.sync and not self.reduces_on_finalize
-            is_ordered = self._allow_unused_units or backward.defers
-            left = [
-                group.gradients for group in unit.groups if group.gradients not in backward.reduced
-            ]
-            ready = [
-                gradients
-                for gradients in left
-                if reduces
-                and (
-                    (is_ordered and is_used[gradients])
-                    or (policy.reduces_unused and gradients.is_trainable)
+        if not backward.used:
+            used = [gradients in backward.reduced or gradients.have_come for gradients in every]
+            if self._allow_unused_units and self.sync:
+                used = self._communicators.any_rank(
+                    used, "the list of the units that some rank has used"
                 )
-            ]
-            with self._stream_of(unit, at_end=True):
-                for gradients in left if backward.defers else ():
-                    gradients.collect()
-                if ready:
-                    backward.reduced.update(ready)
-                    self._start(unit, ready)
+            backward.used = dict(zip(every, used, strict=True))
+        for unit in reversed(self._units):
+            self._reduce_used(unit, backward, at_end=True)
+
+    def _reduce_used(self, unit: Unit, backward: Backward, at_end: bool = False) -> None:
+        """Collective. Reduce the groups of a unit that some rank has used, with zeros if this one
+        has not."""
+        policy = unit.behavior.reduction
+        reduces = self.sync and policy.sync and not self.reduces_on_finalize
+        is_ordered = self._allow_unused_units or backward.defers
+        left = [group.gradients for group in unit.groups if group.gradients not in backward.reduced]
+        ready = [
+            gradients
+            for gradients in left
+            if reduces
+            and (
+                (is_ordered and backward.used[gradients])
+                or (policy.reduces_unused and gradients.is_trainable)
+            )
+        ]
+        with self._stream_of(unit, at_end):
+            for gradients in left if backward.defers else ():
+                gradients.collect()
+            if ready:
+                backward.reduced.update(ready)
+                self._start(unit, ready)
 
     def begin_finalize(self) -> None:
         """Collective. Reshard, and start to reduce what backwards have received."""

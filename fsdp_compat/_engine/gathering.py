@@ -46,6 +46,7 @@ class Order:
         self._last: list[Unit] = []
         self._now: list[Unit] = []
         self.to_issue: list[Unit] = []  # where the order is fixed
+        self.after_gather: Callable[[Unit], None] = lambda unit: None  # the same
 
     def restart(self, to_issue: Sequence[Unit] = ()) -> None:
         self._last, self._now, self.to_issue = self._now or self._last, [], list(to_issue)
@@ -131,20 +132,22 @@ class Rounds:
             self.gather_rest(order)
             self._next_round(is_running=True)
         while unit in order.to_issue:
-            self._gather(order.to_issue.pop(0), in_use=unit)
+            self._gather(order, in_use=unit)
 
     def gather_rest(self, order: Order) -> None:
         """Collective. Gather the units that this pass or round has not gathered yet."""
         while self.is_fixed_order and order.to_issue:
-            self._gather(order.to_issue.pop(0))
+            self._gather(order)
 
-    def _gather(self, unit: Unit, in_use: Unit | None = None) -> None:
+    def _gather(self, order: Order, in_use: Unit | None = None) -> None:
         """in_use: the unit that this rank is about to use."""
+        unit = order.to_issue.pop(0)
         if self._inside and unit.residency is Residency.UNSHARDED:
             unit.unshard_for_others()
         unit.unshard(unit.wanted_dtype())
         if self._inside and unit is not in_use and unit.residency is Residency.UNSHARDING:
             unit.reshard()  # one unit at a time; using it later begins another round
+        order.after_gather(unit)
 
     def _next_round(self, is_running: bool) -> bool:
         """Collective. End a round; begin another, and return True, if the method still runs."""
@@ -172,6 +175,10 @@ class Gathering:
         self.mapped = MappedShards()
         self.forward_order, self.backward_order = Order(), Order()
         self.rounds = Rounds(units, communicators, self.forward_order, options.allow_unused_units)
+        # Units as backward reaches them: the last before the first, but around others before these
+        inside = [set(unit.attributes.modules) for unit in units]
+        around = {u: [-i for i, modules in enumerate(inside) if u.module in modules] for u in units}
+        self.in_backward = sorted(units, key=around.__getitem__)
         self._prefetches_forward = options.forward_prefetch
         self._prefetches_backward = options.backward_prefetch is Prefetch.PRE
         # The unit that backward will need first, judging by the previous backward; it is not
@@ -295,7 +302,7 @@ class Gathering:
         """Collective if mapped shards may be read."""
         if self._reads_shards():
             self.mapped.begin(Pass.BACKWARD)
-        self.backward_order.restart(list(reversed(self._units)))
+        self.backward_order.restart(self.in_backward)
 
     def end_backward(self) -> None:
         """Collective."""
@@ -303,4 +310,6 @@ class Gathering:
 
     def forget_backward(self) -> None:
         """After a backward that raised, perhaps at different units on each rank."""
+        order = self.backward_order
         self.backward_order = Order()
+        self.backward_order.after_gather = order.after_gather

@@ -339,7 +339,9 @@ class Communicators:
 
     def any_rank(self, flags: Sequence[bool], what: str) -> list[bool]:
         """Collective. Return for each flag, one byte, whether it is set on any rank."""
-        values = torch.tensor(flags, dtype=torch.uint8, device=self._device)
+        on_host = all(each.takes_host_values for each in self._communicators)
+        device = torch.device("cpu") if on_host else self._device
+        values = torch.tensor(flags, dtype=torch.uint8, device=device)
         for each in self._communicators:
             values = each.any_of(values, what)
         return [bool(value) for value in values.tolist()]

@@ -220,8 +220,12 @@ class Runtime:
         if unit.running or _torch_private.graph_task() != -1:
             return
         in_graph = bool(leaving)
-        if leaving and not self._communicators.have_tags:
-            unit.track_call(call, [tensor.grad_fn for tensor in leaving])
+        if not self._communicators.have_tags:
+            if leaving:
+                unit.track_call(call, [tensor.grad_fn for tensor in leaving])
+            elif not torch.is_grad_enabled():
+                for outer in stack:
+                    outer.hides_calls |= any(group.gradients.is_trainable for group in unit.groups)
         if self._streams is not None:
             self._streams.join()
         if call.module is not None:

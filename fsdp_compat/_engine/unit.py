@@ -75,6 +75,8 @@ class Call:
         self.containers: list[Any] = []
         self.originals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.inside: list[Any] = []  # without tags: nodes that its backward passes
+        # Backward may reach calls inside that are in no graph yet (reentrant checkpoints)
+        self.hides_calls = False
         self.summoned = unit.view.summoned
         self.dtype = (
             unit.wanted_dtype() if unit.options.full_precision_in_eval else ComputeDtype.TRAIN
@@ -361,6 +363,11 @@ class Unit:
         behavior = self.behavior
         behavior.calls_in_graphs = [each for each in behavior.calls_in_graphs if each() is not None]
         behavior.calls_in_graphs.append(weakref.ref(call))
+
+    def calls_left(self) -> list[Call]:
+        """Without tags: return the calls that are in the running graph."""
+        calls = [reference() for reference in self.behavior.calls_in_graphs]
+        return [call for call in calls if call is not None and call.runs_now()]
 
     def forget_calls(self) -> None:
         """In post-backward: no call needs the unit any more."""

@@ -1,5 +1,5 @@
 """Peaks of memory in a step on a device are those of torch's FSDP2, within 3 %, whatever passes
-between the units."""
+between the units and whichever of them ranks use."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.utils.checkpoint import checkpoint
 
 from tests.support.emulated import nccl
 from tests.support.emulated.order import Allocate, Free
@@ -71,6 +72,14 @@ class Conditioned(Model):
         return x
 
 
+class Recomputed(Model):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.last(x)
+
+
 def by_torch(model: Model) -> nn.Module:
     mesh = init_device_mesh("emulated", (8,))
     model.to("emulated")
@@ -88,7 +97,7 @@ def peak_of(model: Model, front_end: str, **options: Any) -> int:
         else:
             device = torch.device("emulated", 0)
             wrapped = sharded(model, front_end, units=(Block,), device_id=device, **options)
-        for step in range(3):
+        for _ in range(3):
             gc.collect()
             with nccl.recording() as recording:
                 wrapped(torch.randn(2, 3, WIDTH).to("emulated")).sum().backward()
@@ -111,3 +120,11 @@ def test_inputs_that_blocks_share_in_containers(
     limit = SLACK * peak_of(Conditioned(blocks, "tensor"), "torch")
     for front_end in (FLAT, FULLY_SHARD):
         assert peak_of(Conditioned(blocks, container), front_end) <= limit
+
+
+@pytest.mark.parametrize("blocks", [4, 8, 16])
+@on_ranks(1)
+def test_units_that_some_ranks_do_not_use(emulated_device: str, blocks: int) -> None:
+    limit = SLACK * peak_of(Recomputed(blocks), "torch")
+    for front_end in (FLAT, FULLY_SHARD):
+        assert peak_of(Recomputed(blocks), front_end, allow_unused_units=True) <= limit

@@ -241,7 +241,7 @@ SCENARIOS: dict[str, Callable[[Any, torch.Tensor, int], None]] = {
 }
 
 
-UNEVEN, TWO_ORDERS = "an_expert_without_tokens", "a_block_left_out_of_one_forward"
+UNEVEN = "an_expert_without_tokens"
 # Those in which every rank uses all units.
 USED_ALL = [name for name in SCENARIOS if "block_left_out" not in name]
 BOTH = (FLAT, FULLY_SHARD)
@@ -258,31 +258,12 @@ CASES: list[Case] = [
         (front_end, "FULL_SHARD", name, {"allow_unused_units": True})
         for front_end in BOTH
         for name in SCENARIOS
-        if name != TWO_ORDERS
     ),
     *((FULLY_SHARD, "FULL_SHARD", name, {"reduces_unused": True}) for name in USED_ALL),
 ]
 
 
-@pytest.mark.parametrize(
-    ("front_end", "strategy", "scenario", "options"),
-    [
-        *CASES,
-        *(
-            pytest.param(
-                front_end,
-                "FULL_SHARD",
-                TWO_ORDERS,
-                {"allow_unused_units": True},
-                marks=pytest.mark.xfail(
-                    strict=True, reason="backward gathers by the calls in this rank's graph"
-                ),
-            )
-            for front_end in BOTH
-        ),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("front_end", "strategy", "scenario", "options"), CASES, ids=str)
 @on_ranks(1)
 def test_ranks_issue_their_collectives_in_one_order(
     emulated_device: str, front_end: str, strategy: str, scenario: str, options: dict[str, Any]

@@ -84,7 +84,8 @@ def fully_shard(
         dp_mesh_dims: the data-parallel dimensions of ``mesh``, if parameters are DTensors on all of
             it.
         allow_unused_units: on the root, let ranks use different modules, or different parameters of
-            a module, in a step. Costs a small exchange per forward and backward.
+            a module, in a step. They vote once per backward, on the CPU if the process group has a
+            backend for it; without one, the host waits for the device.
 
     Raises UsageError, with nothing changed, for arguments and modules that cannot be used.
     Collective only where process groups are made: for a number as ``reshard_after_forward``, and

@@ -95,7 +95,8 @@ def recording() -> Iterator[emulated.Recording]:
 
 @contextlib.contextmanager
 def answering(vote: Vote) -> Iterator[None]:
-    """Inside the context ``vote`` changes the tensor of each all-reduce of integers."""
+    """Inside the context ``vote`` changes the tensor of each all-reduce of integers, also of those
+    on the CPU."""
     global _vote
     _vote = vote
     try:
@@ -196,7 +197,8 @@ def _all_gather(group: dist.ProcessGroup, outputs: Any, inputs: Any, *options: A
 
 def _all_reduce(group: dist.ProcessGroup, tensors: Any, options: Any = None) -> _Work:
     tensors = _as_list(tensors)
-    work = _run(ALL_REDUCE, group, tensors, tensors)
+    on_device = _on_the_device(tensors)
+    work = _run(ALL_REDUCE, group, tensors, tensors) if on_device else _Work(None, None)
     if _vote is not None and not tensors[0].is_floating_point():
         for tensor in tensors:
             _vote(tensor, options.reduceOp)
@@ -226,7 +228,7 @@ def _replace(name: str, method: Callable[..., _Work]) -> None:
         return
 
     def call(group: dist.ProcessGroup, tensors: Any, *arguments: Any, **options: Any) -> Any:
-        if _on_the_device(tensors):
+        if _on_the_device(tensors) or (method is _all_reduce and _vote is not None):
             return method(group, tensors, *arguments)
         return original(group, tensors, *arguments, **options)
 
