@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.emulated import nccl
-from tests.support.emulated.order import Allocate, Free
+from tests.support.order import Allocate, Free
 from tests.support.ranks import on_ranks
 from tests.support.twin import FLAT, FULLY_SHARD, sharded
 
