@@ -163,7 +163,8 @@ class OffloadPolicy:
 
 
 class OnHost(OffloadPolicy):
-    """Shards and gradients live on the CPU, and are copied even if that is the computing device."""
+    """Shards and gradients live on the CPU, and are copied even if that is the computing device.
+    Groups share one per device, so that the host waits once per stream."""
 
     is_offloaded = True
 
@@ -195,3 +196,4 @@ class OnHost(OffloadPolicy):
 
 
 ON_DEVICE = OffloadPolicy()
+on_host = functools.cache(OnHost)

@@ -130,16 +130,14 @@ def _local_norm(
     grads: Sequence[Tensor], norm_type: float, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """Return the norm of local gradients. Empty ones, which the inf norm rejects, count as zero."""
-    norms = [
-        norm.to(device, dtype)
-        for (_, grad_dtype), tensors in _by_kind(grad for grad in grads if grad.numel()).items()
-        for norm in _torch_private.norms_together(
-            tensors, norm_type, torch.promote_types(grad_dtype, torch.float32)
-        )
-    ]
+    norms = []
+    for (_, grad_dtype), tensors in _by_kind(grad for grad in grads if grad.numel()).items():
+        wide = torch.promote_types(grad_dtype, torch.float32)
+        of_kind = torch.stack(_torch_private.norms_together(tensors, norm_type, wide))
+        norms.append(of_kind.to(device, dtype))  # one copy: the host may wait for it
     if not norms:
         return torch.zeros((), dtype=dtype, device=device)
-    return torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return torch.linalg.vector_norm(torch.cat(norms), norm_type)
 
 
 def _by_kind(grads: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:

@@ -18,7 +18,7 @@ from .._comm.transport import Handle, Transport
 from ..errors import AssertedStateError
 from . import events
 from .behavior import Behavior, ReduceAxes
-from .device import ON_DEVICE, OffloadPolicy, OnHost, side_stream
+from .device import ON_DEVICE, OffloadPolicy, on_host, side_stream
 from .dtypes import ComputeDtype, Precision
 from .gradients import Gradients, is_large
 from .storage import GroupMemory, Segments, Storage
@@ -114,7 +114,7 @@ class Group:
         behavior: of the unit, if the user may change it; sharded parameters are DTensors then."""
         self.store, self.device, self.behavior = store, device, behavior
         precision = precision.for_grads_of(store.sharded_params[0].parameter)
-        self.offload: OffloadPolicy = OnHost(device) if offload else ON_DEVICE
+        self.offload: OffloadPolicy = on_host(device) if offload else ON_DEVICE
         # One per dtype computed in: see `use_dtype`.
         self.memories = [
             GroupMemory(store, mesh.shard.ranks, dtype, device, self.offload.is_offloaded)
@@ -335,7 +335,8 @@ class Communicators:
         found += [group.partial.communicator for group in groups if group.partial is not None]
         self._communicators = list(dict.fromkeys(each for each in found if each.ranks > 1))
         self.have_tags = all(communicator.has_tags for communicator in self._communicators)
-        self._offloads = [group.offload for group in groups if group.offload.is_offloaded]
+        offloads = [group.offload for group in groups if group.offload.is_offloaded]
+        self._offloads = list(dict.fromkeys(offloads))
 
     def any_rank(self, flags: Sequence[bool], what: str) -> list[bool]:
         """Collective. Return for each flag, one byte, whether it is set on any rank."""
