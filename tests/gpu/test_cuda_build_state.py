@@ -22,12 +22,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import fsdp_compat
 from fsdp_compat import BackwardPrefetch, StateDictType, checkpoint
 from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat.errors import StateError, UsageError
 from tests.gpu.test_cuda_build import BOTH, on_nccl
 from tests.support import fakecuda
 from tests.support.fully_sharded import shard_all
 from tests.support.models import DIM, Block, Stack
 from tests.support.parity import seeded, square
-from tests.support.twin import ORIGINAL, sharded
+from tests.support.twin import FULLY_SHARD, ORIGINAL, sharded
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not fakecuda.is_used(), reason=fakecuda.WHY)]
 
@@ -291,3 +292,33 @@ def check_tensor_parallel() -> None:
 
 def test_tensor_parallel_parameters_train_as_with_torch() -> None:
     on_nccl(4, check_tensor_parallel)
+
+
+# -- mistakes
+
+
+def check_mistakes_with_devices() -> None:
+    other = torch.device("cuda", 7)
+    elsewhere = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(other)
+    with pytest.raises(UsageError, match=r"'0\.weight' on 'cuda:7'"):
+        FSDP(elsewhere, device_id=device())
+    elsewhere[0].to(device())
+    FSDP(elsewhere, device_id=device(), ignored_modules=[elsewhere[1]])
+    for move in (
+        lambda model: model.to(device()),
+        lambda model: model.load_state_dict(
+            {name: value.to(device()) for name, value in model.state_dict().items()}, assign=True
+        ),
+    ):
+        model = sharded(
+            seeded(Stack), FULLY_SHARD, units=(Block,), device_id=device(), offload=True
+        )
+        move(model)
+        with pytest.raises(StateError, match="parameters on 'cpu', with CPUOffloadPolicy"):
+            model(torch.ones(4, DIM, device=device()))
+        model.to("cpu")
+        model(torch.ones(4, DIM, device=device())).sum().backward()
+
+
+def test_modules_on_other_devices_are_refused() -> None:
+    on_nccl(2, check_mistakes_with_devices)

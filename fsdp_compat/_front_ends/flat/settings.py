@@ -8,7 +8,7 @@ import functools
 import importlib
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -154,6 +154,8 @@ def resolve(module: nn.Module, kwargs: Mapping[str, Any]) -> Settings:
     if device.type == "meta":
         _refuse_values(kwargs, offload)
     ignored_modules, ignored_parameters = _ignored(module, kwargs)
+    ignored = {*ignored_parameters, *(p for each in ignored_modules for p in each.parameters())}
+    _refuse_other_device(module, device, ignored)
     return Settings(
         strategy=strategy,
         mesh=mesh,
@@ -318,6 +320,23 @@ def _device(module: nn.Module, device_id: Any, group: dist.ProcessGroup) -> torc
     ):
         raise _no_such_device(device_id, count)
     return _indexed(device)
+
+
+def _refuse_other_device(
+    module: nn.Module, device: torch.device, ignored: Collection[nn.Parameter]
+) -> None:
+    """Raise UsageError for parameters on another accelerator: the rank's module was put there."""
+    for name, parameter in module.named_parameters():
+        place = parameter.device
+        if place.type == device.type and place != device and parameter not in ignored:
+            raise UsageError.of(
+                "Parameters are on another device than device_id.",
+                expected=f"parameters on {str(device)!r}, the CPU or the meta device",
+                got=f"{name!r} on {str(place)!r}",
+                where="FullyShardedDataParallel(...)",
+                fix="pass device_id=torch.device('cuda', local_rank), and use the same device "
+                "for the module",
+            )
 
 
 def _refuse_values(kwargs: Mapping[str, Any], offload: CPUOffload) -> None:

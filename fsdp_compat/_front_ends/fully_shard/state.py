@@ -128,6 +128,7 @@ class ShardedModules:
         self.is_dirty = False
         if self.unit is None or has_changed:
             self._refuse_meta()
+            self._refuse_device()
             self.unit = self._make_unit()
             if self.runtime is not None:
                 self.runtime.stale = True
@@ -215,6 +216,20 @@ class ShardedModules:
                 fix="call model.to_empty(device=...) and fill the values, by "
                 "reset_parameters() of the modules or by loading a checkpoint",
             )
+
+    def _refuse_device(self) -> None:
+        expected = "cpu" if self.plan.offload.to_cpu else self.plan.device.type
+        devices = {own.store.shard.device for own in self.stores}
+        for device in devices:
+            if device.type not in (expected, "meta"):
+                raise StateError.of(
+                    "Sharded parameters were moved to another device than they are to live on.",
+                    expected=f"parameters on {expected!r}"
+                    f"{', with CPUOffloadPolicy' if self.plan.offload.to_cpu else ''}",
+                    got=f"parameters on {str(device)!r}",
+                    where=self.label,
+                    fix=f"call model.to({expected!r}) before the first use, or load values there",
+                )
 
     def ready_runtime(self) -> Runtime:
         """Return the runtime, or make one with these modules as its root, which is collective."""
