@@ -129,12 +129,10 @@ FIGURE = r"(\d+(?:\.\d+)?)"
 
 def figures() -> dict[str, list[str]]:
     """Return the cells of each row of figures, without those of one process."""
-    _, _, section = (ROOT / "README.md").read_text().partition("\n## Speed and memory\n")
-    speed, memory = re.findall(r"(?:^\|.*\n)+", section, flags=re.MULTILINE)
-    rows = [
-        [cell.strip() for cell in line.split("|")[1:-1]] for line in (speed + memory).splitlines()
-    ]
-    values = {row[0]: row[1 + (len(row) == 7) :] for row in rows}
+    _, _, section = (ROOT / "README.md").read_text().partition("\n## Speed\n")
+    (table,) = re.findall(r"(?:^\|.*\n)+", section, flags=re.MULTILINE)
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+    values = {row[0]: row[2:] for row in rows}
     return {name: row for name, row in values.items() if any(map(value, row))}
 
 
@@ -145,7 +143,7 @@ def value(cell: str) -> float | None:
 
 def test_the_best_figures_of_each_row_are_bold() -> None:
     rows = figures()
-    assert len(rows) == 5 + 5
+    assert len(rows) == 5
     for name, row in rows.items():
         values = [each for cell in row if (each := value(cell)) is not None]
         assert [value(cell) == min(values) for cell in row] == ["**" in cell for cell in row], name
