@@ -133,7 +133,7 @@ def _local_norm(
     norms = []
     for (_, grad_dtype), tensors in _by_kind(grad for grad in grads if grad.numel()).items():
         wide = torch.promote_types(grad_dtype, torch.float32)
-        of_kind = torch.stack(_torch_private.norms_together(tensors, norm_type, wide))
+        of_kind = torch.stack([*_torch_private.norms_together(tensors, norm_type, wide)])
         norms.append(of_kind.to(device, dtype))  # one copy: the host may wait for it
     if not norms:
         return torch.zeros((), dtype=dtype, device=device)

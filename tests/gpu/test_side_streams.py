@@ -74,6 +74,7 @@ class Step:
         *,
         offload: bool = False,
         uses_spare: bool = True,
+        allow_unused_units: bool = False,
         prepare: Callable[[Any], None] = lambda model: None,
     ) -> None:
         """prepare: changes the settings of a unit, for each block."""
@@ -82,7 +83,8 @@ class Step:
             torch.manual_seed(0)
             plain = Model()
             on_device = {"units": (Block,), "device_id": torch.device("emulated", 0)}
-            model = sharded(plain, front_end, strategy, offload=offload, **on_device)
+            options = {"offload": offload, "allow_unused_units": allow_unused_units}
+            model = sharded(plain, front_end, strategy, **options, **on_device)
             x = torch.randn(2, WIDTH).to("emulated")
             for block in plain.blocks:
                 prepare(block)
@@ -242,3 +244,16 @@ def test_the_host_waits_at_the_end_of_backward_if_at_all(
         assert min(places) > last
     else:
         assert places == []
+
+
+@pytest.mark.parametrize("front_end", ["flat", "fully_shard"])
+@on_ranks(1)
+def test_units_that_ranks_need_not_use_are_reduced_in_turn_without_a_wait(
+    emulated_device: str, front_end: str
+) -> None:
+    step = Step(front_end, "FULL_SHARD", allow_unused_units=True)
+    assert step.host_waits() == [] and step.unordered == []
+    places = step.places_of(nccl.REDUCE_SCATTER)
+    assert len(places) >= BLOCKS
+    for order, block in enumerate(reversed(range(2, BLOCKS))):
+        assert places[order] < step.backward_begins[block - 2]
