@@ -107,7 +107,9 @@ class FullyShardedDataParallel(ClientAttributes):
         allow_unused_units: ranks may run different units. They vote once per backward, on the CPU
             if the process group has a backend for it. No unit is prefetched, and all are resharded
             after forward. In a backward that reaches units twice, or in another order than that of
-            registration, they stay unsharded until its end.
+            registration, they stay unsharded until its end. With NCCL and other backends without
+            tags, a rank may call a unit at most once per forward, unless all ranks call it equally
+            often.
         keep_units_below: units with fewer elements than this, counted unsharded, stay unsharded
             from forward to backward, as all units do with SHARD_GRAD_OP. Gathering many small
             units twice costs more time than their memory is worth.
