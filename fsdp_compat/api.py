@@ -126,6 +126,10 @@ class MixedPrecision:
 class CPUOffload:
     """Where shards are stored between uses.
 
+    On a device, a forward with a graph whose backward never runs leaves copies from the shards in
+    flight: optimizers wait for them; other writes to parameters need torch.accelerator.synchronize
+    first.
+
     Attributes:
         offload_params: whether shards, their gradients and the optimizer step stay on the CPU.
             Default False.

@@ -117,8 +117,8 @@ def test_training_with_large_gradients_that_move_by_themselves_or_with_the_other
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @every_front_end
 @on_the_device
-def test_a_penalty_on_gradients(emulated_device: str, strategy: str, front_end: str) -> None:
-    with twin_of(emulated_device, front_end, strategy) as twin:
+def test_a_penalty_on_gradients(recorded_device: str, strategy: str, front_end: str) -> None:
+    with twin_of(recorded_device, front_end, strategy) as twin:
         x = twin.inputs()[0].requires_grad_()
         with in_order():
             (grad,) = torch.autograd.grad(twin.loss(x), x, create_graph=True)
@@ -236,9 +236,9 @@ def test_the_host_writes_offloaded_parameters_after_an_evaluation(
 @every_front_end
 @on_the_device
 def test_a_step_after_a_forward_without_a_backward_waits_for_copies(
-    emulated_device: str, front_end: str
+    recorded_device: str, front_end: str
 ) -> None:
-    with twin_of(emulated_device, front_end, offload=True) as twin:
+    with twin_of(recorded_device, front_end, offload=True) as twin:
         x, y = twin.inputs(2)
         twin.loss(x).backward()
         with in_order() as recording:

@@ -54,7 +54,8 @@ class OffloadPolicy:
 
 @dataclasses.dataclass
 class CPUOffloadPolicy(OffloadPolicy):
-    """Keep sharded parameters, their gradients and optimizer state on the CPU.
+    """Keep sharded parameters, their gradients and optimizer state on the CPU. Of writes to
+    parameters, see ``CPUOffload``.
 
     Attributes:
         pin_memory: pin this memory, so that copies to and from the device overlap with computation.
