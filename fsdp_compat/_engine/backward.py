@@ -201,7 +201,8 @@ class BackwardRunner:
         if self._streams is not None:
             self._streams.join()
             # Gradients of inputs that this rank's data did not use never come.
-            call.inputs_left = sum(map(_torch_private.runs_now, call.inputs))
+            if call.inputs is not None:
+                call.inputs.left = sum(map(_torch_private.runs_now, call.inputs.nodes))
         entered = backward.entered
         if self._prefetches_late:
             unit.unshard(call.dtype)

@@ -89,6 +89,8 @@ class Behavior:
     # None: the unit is unsharded only inside and between forward and backward, and modules show
     # sharded parameters in between.
     freshness: Freshness | None = None
+    # Without it: while the unit stays unsharded after a forward without a graph
+    kept: Freshness | None = None
     # Without tags: weak references to calls with graphs. A backward must pass all of them before
     # the unit is reduced.
     calls_in_graphs: list[Any] = dataclasses.field(default_factory=list)

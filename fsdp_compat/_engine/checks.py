@@ -154,7 +154,7 @@ class Checks:
         """Adopt or refuse what the user has changed between steps."""
         moved = self.changes.sharded.changed()
         for unit in self._units:
-            if moved and unit.kept is not None:
+            if moved and unit.behavior.kept is not None:
                 unit.reshard()
             for group in () if unit.view.summoned else unit.groups:
                 _require_reduced(group)

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .. import _torch_private
 from .dtypes import cast_floats, map_tensors, tensors_in
 from .group import Group
-from .unit import Call, Unit
+from .unit import Call, Inputs, Unit
 
 
 class _CastAround:
@@ -195,14 +195,15 @@ def on_gradients_of_inputs(
     complete only when all calls with this input have run. Gradients on other devices do not count,
     because another thread computes them, at a time of its own on each rank.
     """
-    reference = weakref.ref(call)  # the tensor may outlive it
+    inputs = call.inputs = Inputs()
+    reference = weakref.ref(inputs)  # the tensor may outlive it
     aliases: dict[int, Tensor] = {}
     seen: dict[int, Any] = {}
 
     def hook(grad: Tensor) -> None:
-        call = reference()
-        if call is not None:
-            call.inputs_left -= 1
+        inputs = reference()
+        if inputs is not None:
+            inputs.left -= 1
 
     def watched(tensor: Tensor) -> Tensor:
         if id(tensor) in aliases:
@@ -213,17 +214,17 @@ def on_gradients_of_inputs(
         if type(tensor) is Tensor:
             alias = tensor.view_as(tensor)
             alias.__dict__.update(tensor.__dict__)
-            call.originals[id(alias)] = alias, tensor
+            inputs.originals[id(alias)] = alias, tensor
         aliases[id(tensor)] = alias
         if alias.grad_fn is not None:
-            call.inputs.append(alias.grad_fn)
-            weakref.finalize(call, alias.register_hook(hook).remove)
+            inputs.nodes.append(alias.grad_fn)
+            weakref.finalize(inputs, alias.register_hook(hook).remove)
         return alias
 
     def look(value: Any) -> Any:
         new = map_tensors(value, watched, True, seen)
         if aliases and not isinstance(value, Tensor):
-            call.containers.append(value)
+            inputs.containers.append(value)
         return new
 
     return tuple(map(look, args)), {name: look(value) for name, value in kwargs.items()}

@@ -205,8 +205,8 @@ class Runtime:
     def post_forward(self, call: Call, unit: Unit, has_raised: bool = False) -> None:
         """End a forward call. A recomputation reshards nothing: backward needs the parameters."""
         leaving, call.leaving = ([] if has_raised else call.leaving), []
-        if call.originals:
-            call.put_inputs_back()
+        if call.inputs is not None:
+            call.inputs.put_back()
         stack = self._stack
         if call not in stack:
             return

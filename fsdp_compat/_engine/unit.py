@@ -57,6 +57,23 @@ class Uninitialised(typing.NamedTuple):
     read: Callable[[], Tensor | None]  # returns what this rank holds of it
 
 
+class Inputs:
+    """The inputs of a call that are in the graph on its device."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Any] = []
+        self.left = 0  # how many of them the running backward has yet to reach
+        # While the call runs: containers of inputs, and by id of an alias in them: alias, input
+        self.containers: list[Any] = []
+        self.originals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def put_back(self) -> None:
+        """Put inputs back into their containers, which hold aliases while the call runs."""
+        for value in self.containers:
+            map_tensors(value, lambda t: self.originals.get(id(t), (t, t))[1], in_place=True)
+        self.containers, self.originals = [], {}
+
+
 class Call:
     """One forward call of a unit, in ticks of the runtime, held by the hooks of its outputs. It
     releases the unit in post-backward: the garbage collector does not see through graphs, so a loss
@@ -68,12 +85,7 @@ class Call:
         self.module = module
         self._unit_reference, self.begin_tick = weakref.ref(unit), begin_tick
         self.end_tick = -1  # set when the call ends
-        # On devices with streams: nodes of inputs in the graph, and how many this backward has left
-        self.inputs: list[Any] = []
-        self.inputs_left = 0
-        # While it runs: containers of inputs, and by id of an alias in them: alias, input
-        self.containers: list[Any] = []
-        self.originals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.inputs: Inputs | None = None  # on devices with streams
         self.inside: list[Any] = []  # without tags: nodes that its backward passes
         # Backward may reach calls inside that are in no graph yet (reentrant checkpoints)
         self.hides_calls = False
@@ -106,17 +118,11 @@ class Call:
                     self.leaving.append(layer)
         return tensor
 
-    def put_inputs_back(self) -> None:
-        """Put inputs back into their containers, which hold aliases while the call runs."""
-        for value in self.containers:
-            map_tensors(value, lambda t: self.originals.get(id(t), (t, t))[1], in_place=True)
-        self.containers, self.originals = [], {}
-
     @property
     def has_run_backward(self) -> bool:
         """True if backward has run all that the call computed from its inputs, on any device. Never
         for a call without inputs in the graph."""
-        return bool(self.inputs) and self.inputs_left <= 0
+        return self.inputs is not None and bool(self.inputs.nodes) and self.inputs.left <= 0
 
     def runs_now(self) -> bool:
         """True if the running backward includes the call."""
@@ -162,8 +168,6 @@ class Unit:
         self.uninitialised: list[Uninitialised] = []  # checked before the first forward
         self.residency = Residency.SHARDED  # only this class sets it
         self.dtype = ComputeDtype.TRAIN  # of the unsharded parameters, now or last
-        # While it stays unsharded after a forward without a graph, where `behavior` has none
-        self.kept: Freshness | None = None
         self.attributes = TensorAttributes(*self.modules)
         self.view = ModuleView(self, *self._slots())
 
@@ -264,7 +268,7 @@ class Unit:
             for group in self.groups:
                 group.reshard(is_in_flight)
             self.residency = Residency.SHARDED
-            self.kept = None
+            self.behavior.kept = None
 
     def watch_holders(self, in_graph: bool) -> None:
         """Count the holders of unsharded memory after a pass that leaves the unit unsharded. Later
@@ -308,9 +312,9 @@ class Unit:
             self.reshard()
             return
         self.view.show_sharded()
-        if self.kept is None:
-            self.kept = Freshness(stores)
-            self.kept.record()
+        if self.behavior.kept is None:
+            self.behavior.kept = Freshness(stores)
+            self.behavior.kept.record()
 
     def keep_values(self) -> None:
         """Keep the values of a unit that stays unsharded after a pass (GroupMemory.keep_values)."""
@@ -341,8 +345,8 @@ class Unit:
     def stays_unsharded(self) -> bool:
         """True if the user wants the unit unsharded in a new pass, and its values are current."""
         behavior = self.behavior
-        if self.kept is not None:
-            return self.kept.is_current and not torch.is_grad_enabled()
+        if behavior.kept is not None:
+            return behavior.kept.is_current and not torch.is_grad_enabled()
         return (
             behavior.pinned
             or bool(behavior.modules_to_run)

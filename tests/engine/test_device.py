@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_compat._engine import hooks, unit
+from fsdp_compat._engine import hooks
 from fsdp_compat._engine.device import compute_streams
 
 
@@ -41,12 +41,7 @@ def test_cpu_has_no_streams_to_join() -> None:
 
 class Call:
     def __init__(self) -> None:
-        self.inputs: list[Any] = []
-        self.inputs_left = 0
-        self.containers: list[Any] = []
-        self.originals: dict[int, Any] = {}
-
-    put_inputs_back = unit.Call.put_inputs_back
+        self.inputs: Any = None
 
 
 def watched(args: Any, kwargs: Any, call: Any, device: str = "cpu") -> Any:
@@ -68,7 +63,7 @@ def test_inputs_that_cannot_be_watched_stay_as_they_are() -> None:
     for _ in range(2):
         args, _ = watched((sparse, nested), {}, call)
     assert args[0] is sparse and args[1] is nested
-    assert not call.inputs
+    assert not call.inputs.nodes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,13 +76,13 @@ def test_inputs_in_containers_are_aliases_until_the_call_ends() -> None:
     values: list[Any] = [x, (x, 3), {"x": x}, Packed(x), types.MappingProxyType({"x": x})]
     call = Call()
     (given, same), _ = watched((values, x), {}, call)
-    [alias] = call.inputs
+    [alias] = call.inputs.nodes
     assert given is values  # forward may change it
     inside = [values[0], values[1][0], values[2]["x"], values[3].x, same]
     assert all(value is inside[0] for value in inside) and inside[0] is not x
     assert alias is inside[0].grad_fn is not x.grad_fn
     values.append("from forward")
-    call.put_inputs_back()
+    call.inputs.put_back()
     assert all(value is x for value in (values[0], values[1][0], values[2]["x"], values[3].x))
     assert values[-1] == "from forward" and values[4]["x"] is x
 
@@ -97,7 +92,7 @@ def test_hooks_on_inputs_go_with_their_calls() -> None:
     call = Call()
     (alias,), _ = watched((x,), {}, call)
     assert len(alias._backward_hooks) == 1
-    call.put_inputs_back()
+    call.inputs.put_back()
     del call
     assert not alias._backward_hooks
 
@@ -106,4 +101,4 @@ def test_inputs_on_other_devices_are_left_alone() -> None:
     x = torch.ones(2, requires_grad=True) * 2
     call = Call()
     (same, _), _ = watched((x, [x]), {}, call, "meta")
-    assert same is x and not call.inputs and not x._backward_hooks
+    assert same is x and not call.inputs.nodes and not x._backward_hooks
