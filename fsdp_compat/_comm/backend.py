@@ -44,6 +44,9 @@ class BackendTransport(Transport):
         self._group = weakref.ref(axis.group)
         default = _torch_private.default_device_of_backend(axis.group)
         self.takes_host_values = default.type == "cpu"
+        has_names = _torch_private.is_registered(axis.group)
+        backends = dist.get_backend_config(axis.group) if has_names else ""  # "cpu:gloo,cuda:nccl"
+        self.coalesces = "cuda:nccl" in backends or "cuda:fake" in backends
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -94,12 +97,22 @@ class BackendTransport(Transport):
             raise communication_error(first, got, self.rank, self.members) from error
 
     def begin_gather(self, own: Tensor, full: Tensor, segments: ByRank, tag: int) -> Handle:
-        if own.dtype is not full.dtype or own.device != full.device:
-            # cast and move it into this rank's segment, and send it from there
-            own = segments[self.rank].copy_(own, non_blocking=True)
+        own = self._sendable(own, full, segments)
         if tag != VALUES:
             self.traffic.add(Kind.GATHER, own.nbytes * (self.ranks - 1))
         return Handle([], held=(self._start_gather(full, own), own))
+
+    def begin_gathers(self, gathers: Sequence[tuple[Tensor, Tensor, ByRank]]) -> Handle:
+        owns = [self._sendable(*gather) for gather in gathers]
+        self.traffic.add(Kind.GATHER, sum(own.nbytes for own in owns) * (self.ranks - 1))
+        fulls = [full for _, full, _ in gathers]
+        return Handle([], held=(_torch_private.start_all_gathers(self.group, fulls, owns), owns))
+
+    def _sendable(self, own: Tensor, full: Tensor, segments: ByRank) -> Tensor:
+        if own.dtype is full.dtype and own.device == full.device:
+            return own
+        # cast and move it into this rank's segment, and send it from there
+        return segments[self.rank].copy_(own, non_blocking=True)
 
     def end_gather(self, handle: Handle, what: str) -> None:
         handle.held[0].wait()

@@ -118,6 +118,7 @@ class Transport(abc.ABC):
     # ended. So each reduction needs memory of its own, see ``allocate``.
     reads_later = False
     maps = False  # ``map_shards`` and barriers exist
+    coalesces = False  # ``begin_gathers`` exists
     # How often ``continue_reduce`` is called between begin and end. If it is, it waits only for
     # ranks of this host, and the buffer may be freed as soon as ``begin_reduce`` returns.
     reduce_steps = 0
@@ -162,6 +163,10 @@ class Transport(abc.ABC):
     def begin_gather(self, own: Tensor, full: Tensor, segments: ByRank, tag: int) -> Handle:
         """Send ``own`` [S], of any dtype and device, to all ranks; receive into ``full`` [ranks *
         S], whose views by rank are ``segments``. ``own`` must not change before ``settle``."""
+
+    def begin_gathers(self, gathers: Sequence[tuple[Tensor, Tensor, ByRank]]) -> Handle:
+        """Begin several gathers (own, full, segments) as one, with one end, if ``coalesces``."""
+        raise NotImplementedError
 
     @abc.abstractmethod
     def end_gather(self, handle: Handle, what: str) -> None:

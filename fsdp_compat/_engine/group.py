@@ -3,6 +3,7 @@ backward's all-gathers of a group among fewer ranks; and the communicators of al
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 import typing
 import weakref
@@ -196,8 +197,8 @@ class Group:
         """Compute in this dtype from now on. Only while the group is sharded."""
         self.memory = self.memories[min(dtype, len(self.memories) - 1)]
 
-    def unshard(self) -> None:
-        """Collective. Start the all-gather."""
+    def unshard(self, together: dict[Transport, list[Group]] | None = None) -> None:
+        """Collective. Start the all-gather, or add the group to ``together`` for the caller."""
         memory, behavior = self.memory, self.behavior
         if memory.aliased:
             return
@@ -217,6 +218,9 @@ class Group:
         memory.allocate()
         if self.store.has_extension:
             self.store.pack()
+        if together is not None and self.shard.coalesces:
+            together.setdefault(self.shard, []).append(self)
+            return
         side = side_stream(self.device, "gather")
         if side is None:
             self._begin_all_gather()
@@ -304,6 +308,23 @@ class Group:
                     where=self.name,
                     fix="change it in place inside summon_full_params; this change was dropped",
                 )
+
+
+def unshard_together(groups: Sequence[Group]) -> None:
+    """Collective. Start the all-gathers of a unit's groups, as one per axis where possible."""
+    together: dict[Transport, list[Group]] = {}
+    for group in groups:
+        group.unshard(together)
+    for axis, members in together.items():
+        side = side_stream(members[0].device, "gather")
+        with contextlib.nullcontext() if side is None else side.work():
+            members[0]._all_gather = axis.begin_gathers(
+                [(g.store.shard, g.memory.all_gather_output, g.memory.segments) for g in members]
+            )
+            for group in members:
+                group.offload.was_read()
+        if side is not None:  # the first group waits for all, before the others do
+            members[0]._wait_for_issuer = side.mark()
 
 
 def _gather_by_custom(behavior: Behavior, own: Tensor, memory: GroupMemory, rank: int) -> None:

@@ -19,7 +19,7 @@ from . import events
 from .behavior import Behavior
 from .buffers import CastBuffers
 from .dtypes import ComputeDtype, map_tensors
-from .group import Group
+from .group import Group, unshard_together
 from .module_view import ModuleView, TensorAttributes
 from .store import ModuleSlot
 from .user_changes import Freshness
@@ -234,6 +234,9 @@ class Unit:
             if _torch_private.counts_collectives():
                 self._count_gathers()
             with _torch_private.profiled("all_gather", self.label):
+                if len(self.groups) > 1 and self.behavior.custom_all_gather is None:
+                    unshard_together(self.groups)
+                    return
                 for group in self.groups:
                     group.unshard()
 
@@ -356,9 +359,8 @@ class Unit:
 
     def unshard_for_others(self) -> None:
         """Collective. Gather an unsharded unit again for other ranks that gather it."""
-        self._begin_unshard()
-        for group in self.groups:
-            group.unshard()
+        self.residency = Residency.SHARDED  # as on those ranks
+        self.unshard(self.dtype)
         self.wait_for_unshard()
 
     def track_call(self, call: Call, nodes: Sequence[Any]) -> None:

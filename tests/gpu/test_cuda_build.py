@@ -55,6 +55,7 @@ class Case:
     streams: bool = False  # each step on another stream
     eager: bool = False  # NCCL is initialised with the group
     keeps_grads: bool = False  # zero_grad(set_to_none=False)
+    freezes: bool = False  # the attention of each layer
 
     def __str__(self) -> str:
         changed = [
@@ -79,6 +80,14 @@ def data_of(case: Case, ranks: int) -> torch.Tensor:
     return torch.randint(NUM_TOKENS, shape, generator=torch.Generator().manual_seed(1))
 
 
+def built(case: Case) -> nn.Module:
+    model = seeded(Transformer)
+    for child in model.modules() if case.freezes else ():
+        if isinstance(child, nn.MultiheadAttention):
+            child.requires_grad_(False)
+    return model
+
+
 def loss_of(model: nn.Module, tokens: torch.Tensor, case: Case) -> torch.Tensor:
     out = model(tokens).float().flatten(0, 1)
     return nn.functional.cross_entropy(out, tokens.roll(1, -1).flatten()) / case.backwards
@@ -90,7 +99,7 @@ def adamw(case: Case, model: nn.Module) -> torch.optim.Optimizer:
 
 def unsharded_losses(case: Case, ranks: int) -> list[float]:
     """Return the losses of the unsharded model on the CPU, in full precision."""
-    model, losses = seeded(Transformer), []
+    model, losses = built(case), []
     optimizer = adamw(case, model)
     for step in data_of(case, ranks):
         of_backwards = [loss_of(model, tokens.flatten(0, 1), case) for tokens in step]
@@ -105,7 +114,7 @@ def unsharded_losses(case: Case, ranks: int) -> list[float]:
 
 
 def wrapped(case: Case, library: Any, device: torch.device) -> Any:
-    model = seeded(Transformer)
+    model = built(case)
     if case.moves and dist.get_rank():
         nn.utils.vector_to_parameters(torch.zeros(10_000), model.parameters())
     if not case.moves and not case.offload:
@@ -246,6 +255,9 @@ CASES = [
     *(Case(front_end, strategy) for front_end, strategy in EVERY_STRATEGY),
     *(Case(front_end, **options) for front_end in BOTH for options in OPTIONS),
     Case(moves=True),
+    *(Case(strategy=strategy, freezes=True) for strategy in ("FULL_SHARD", "HYBRID_SHARD")),
+    Case(strategy="SHARD_GRAD_OP", freezes=True, precision=LOW[1]),
+    Case(freezes=True, recomputes=True, backwards=2),
 ]
 # The host waits once more per step than with the better of torch's: for the copies of a unit whose
 # gradients it adds to those of an earlier backward.

@@ -128,6 +128,38 @@ def test_a_penalty_on_gradients(recorded_device: str, strategy: str, front_end: 
         twin.compare_gradients()
 
 
+class Lora(Block):
+    """A frozen block with trainable adapters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        self.a, self.b = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + self.b(self.a(x)))
+
+
+@pytest.mark.parametrize("front_end", ["flat", "original parameters"])
+@pytest.mark.parametrize(
+    ("strategy", "all_gathers"),  # backward needs the root and the last block first
+    [("FULL_SHARD", 1 + 2 + 2 + 1), ("SHARD_GRAD_OP", 4), ("HYBRID_SHARD", 1 + 2 + 2 + 1)],
+)
+@pytest.mark.parametrize(
+    "options", [{}, {"mixed": True}, {"mixed": True, "offload": True}], ids=str
+)
+@on_the_device
+def test_frozen_and_trainable_parameters_are_gathered_together(
+    recorded_device: str, front_end: str, strategy: str, all_gathers: int, options: dict[str, Any]
+) -> None:
+    build = functools.partial(Stack, 3, Lora)
+    with twin_of(recorded_device, front_end, strategy, build=build, **options) as twin, in_order():
+        twin.steps_together(2, Step())
+        twin.transfers.num_all_gathers = 0
+        twin.steps_together(1, Step())
+        assert twin.transfers.num_all_gathers == all_gathers
+
+
 # -- several streams
 
 

@@ -251,8 +251,12 @@ CASES: list[Case] = [
     (ORIGINAL, "FULL_SHARD", UNEVEN, {}),
     *((front_end, "SHARD_GRAD_OP", UNEVEN, {}) for front_end in BOTH),
     *((front_end, "HYBRID_SHARD", UNEVEN, {}) for front_end in BOTH),
-    # flat parameters are frozen as a whole
-    *((front_end, "FULL_SHARD", UNEVEN, {"frozen": True}) for front_end in (ORIGINAL, FULLY_SHARD)),
+    *(
+        (front_end, "FULL_SHARD", UNEVEN, {"frozen": True})
+        for front_end in (FLAT, ORIGINAL, FULLY_SHARD)
+    ),
+    *((ORIGINAL, name, UNEVEN, {"frozen": True}) for name in ("SHARD_GRAD_OP", "HYBRID_SHARD")),
+    (ORIGINAL, "FULL_SHARD", "a_block_left_out", {"frozen": True, "allow_unused_units": True}),
     *((front_end, "FULL_SHARD", UNEVEN, {"recomputes": True}) for front_end in BOTH),
     *(
         (front_end, "FULL_SHARD", name, {"allow_unused_units": True})

@@ -140,6 +140,7 @@ class Transfers:
         self._wholes: dict[int, tuple[Group, Sequence[torch.Tensor]]] = {}
         # 0-d: the distance of sent values from those of the unsharded model.
         self.own_errors: list[torch.Tensor] = []
+        self.num_all_gathers = 0  # that were started
 
     def register(self, group: Group, wholes: Sequence[torch.Tensor]) -> None:
         """wholes: the group's parameters in the unsharded model."""
@@ -150,6 +151,7 @@ class Transfers:
     def carried(self) -> Iterator[None]:
         with (
             mock.patch.object(_torch_private, "start_all_gather", self._gather),
+            mock.patch.object(_torch_private, "start_all_gathers", self._gather_together),
             mock.patch.object(_torch_private, "start_reduce_scatter", self._reduce),
             mock.patch.object(dist, "all_reduce", self._sum),
         ):
@@ -169,6 +171,7 @@ class Transfers:
             torch.cuda._sleep(SLEEP_CYCLES)
 
     def _gather(self, group: dist.ProcessGroup, full: torch.Tensor, own: torch.Tensor) -> Work:
+        self.num_all_gathers += 1
         gathered, wholes = self._wholes[_torch_private.storage_key(full)]
         first, sent = full.data[: own.numel()], list[torch.Tensor]()
 
@@ -193,6 +196,18 @@ class Transfers:
         if self._stream is None:
             spoil()
         return self._start(carry, (full, own))
+
+    def _gather_together(
+        self, group: dist.ProcessGroup, fulls: list[torch.Tensor], owns: list[torch.Tensor]
+    ) -> Work:
+        works = [self._gather(group, full, own) for full, own in zip(fulls, owns, strict=True)]
+        self.num_all_gathers -= len(works) - 1
+
+        def wait() -> None:
+            for work in works:
+                work.wait()
+
+        return Work(wait, works)
 
     def _reduce(self, group: dist.ProcessGroup, total: torch.Tensor, buffer: torch.Tensor) -> Work:
         ranks = group.size()
