@@ -80,20 +80,21 @@ class ShardedGrads:
             if is_dtensor:
                 self._run_hooks(params, axes, what)
             return
-        is_settled = False
+        taken, sums, addends = list[nn.Parameter](), list[Tensor](), list[Tensor]()
         for param, grad in zip(params, grads, strict=True):
             if grad is None if is_dtensor else not param.requires_grad:
                 continue
+            taken.append(param)
             if param.grad is None or grad is None:
                 param.grad = grad
-            else:
-                if not is_settled:
-                    axes.settle(what)
-                    is_settled = True
-                # On local tensors: adding DTensors costs ten times as much.
-                _torch_private.local_part(param.grad).add_(_torch_private.local_part(grad))
-            if is_dtensor:
-                self._run_hooks((param,), axes, what)
+            else:  # local tensors: adding DTensors costs ten times as much
+                sums.append(_torch_private.local_part(param.grad))
+                addends.append(_torch_private.local_part(grad))
+        if sums:
+            axes.settle(what)
+            _torch_private.add_together(sums, addends)
+        if is_dtensor:
+            self._run_hooks(taken, axes, what)
 
     def _run_hooks(self, params: Sequence[nn.Parameter], axes: ReduceAxes, what: str) -> None:
         """Run the user's post-accumulate hooks, which may read and write gradients."""

@@ -174,6 +174,11 @@ def copy_together(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> N
     torch._foreach_copy_(targets, sources)
 
 
+def add_together(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Add many tensors in place, by one kernel of a device."""
+    torch._foreach_add_(targets, sources)
+
+
 def split_together(rows: torch.Tensor, sizes: list[int], targets: list[torch.Tensor]) -> None:
     """Split the columns of ``rows`` by ``sizes`` and copy them into tensors, by one kernel."""
     torch.split_with_sizes_copy(rows, sizes, dim=1, out=targets)
