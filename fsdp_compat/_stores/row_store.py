@@ -134,8 +134,7 @@ class RowStore(StateStore):
         starts, end = [], 0
         for cut in self.layout.cuts:
             starts.append(end)
-            numel = cut.full_numel if cut.dim is None else cut.numel * cut.ranks
-            end = aligned(end + numel, unit)
+            end = aligned(end + cut.numel * cut.ranks, unit)
         return full.new_empty(max(end, 1)), tuple(starts)
 
     def copies(

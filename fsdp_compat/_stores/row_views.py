@@ -57,9 +57,7 @@ class RowViews(RowLayout):
             value = _torch_private.local_part(param).data
             if not cut.numel:
                 continue
-            if cut.dim is None:
-                pairs.append((value, self.view(buffer[: self.numel], index, 0)))
-            elif cut.is_contiguous:
+            if cut.is_contiguous or cut.dim is None:  # a 0-d parameter is the first of all copies
                 slots = value.as_strided((cut.ranks, cut.numel), (cut.numel, 1))
                 pairs.append((slots, self.block(buffer, index)))
             else:
@@ -194,8 +192,9 @@ class RowReduceForm:
 
 
 def _with_rows_first(grad: Tensor, param: RowParam) -> Tensor:
-    """Return a view of a gradient whose chunks along dim 0 are the ranks' parts."""
+    """Return a gradient in a shape whose chunks along dim 0 are the ranks' parts; of a 0-d
+    parameter, contiguous copies, as the kernel needs them."""
     cut = param.cut
     if cut.dim is None:
-        return grad.expand(cut.ranks, *cut.shape)
+        return grad.expand(cut.ranks).contiguous()
     return grad.view(grad.shape[cut.dim :]) if cut.dim and cut.ranks > 1 else grad

@@ -76,6 +76,8 @@ def kernels(
         ("flat", BF16, 0, 0, WIDTH, 1, 4),
         ("fully_shard", BF16, 0, 0, WIDTH, 1, 6),
         ("fully_shard", BF16, 0, 0, WIDTH - 1, 1, 6),
+        ("fully_shard", BF16, 1, 0, WIDTH, 1, 7),
+        ("fully_shard", BF16, 3, 0, WIDTH, 1, 9),  # one per 0-d parameter
         # Gradients are added by one kernel, those of the unsharded model by 8.
         ("fully_shard", BF16, 0, 0, WIDTH, 2, 2 * 6 + 1 - 8),
     ],
