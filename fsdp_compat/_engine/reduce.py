@@ -8,7 +8,6 @@ gradients need nothing else."""
 from __future__ import annotations
 
 import enum
-import itertools
 import typing
 from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 
@@ -74,8 +73,10 @@ class ReduceBuffer:
         self.views = self._own = self._views_of(buffer)
         self._storage.free()
         self._block: Tensor | None = None  # new memory, instead of the buffer's own
-        self._all_indices, self.indices = form.indices, frozenset(form.indices)
-        self._is_clean = False  # all gradients are there, and the padding is zero
+        self.indices = frozenset(form.indices)
+        # The gradients of the last packing, which left their marks, and zeros everywhere else.
+        self._packed: set[int] | None = None
+        self._has_streams = has_streams(device)
         # The sum over the shard axis that is not yet summed over replicas; and its parameters.
         self._partial: tuple[Tensor, frozenset[int]] | None = None
         # of the last reduction
@@ -113,15 +114,27 @@ class ReduceBuffer:
         received = self.received
         if not received:
             self._allocate()
-            self._is_clean = (
-                self.form.can_pack_grads and self._predivisor == 1 and indices == self._all_indices
+            self._packed, divisor = None, self._predivisor
+            # On a device all gradients of a backward come at once, and kernels must be few.
+            is_whole = indices == self.form.indices or (
+                self._has_streams and len(set(indices)) == len(indices)
             )
-            if self._is_clean:
-                received.update(indices)
-                self.form.pack_grads(self.views.rows, grads)
+            # A cast before the division could overflow; on the CPU, one pass casts and divides.
+            if is_whole and (
+                divisor == 1
+                or (self._has_streams and {g.dtype for g in grads} == {self.views.buffer.dtype})
+            ):
+                if self.form.can_pack_grads:
+                    received.update(indices)
+                    self._packed = received.copy()
+                    self.form.pack_grads(self.views.rows, grads, indices)
+                else:
+                    self._assign(indices, grads, 1)
+                if divisor != 1:
+                    self.views.buffer.div_(divisor)
                 return
         if received.isdisjoint(indices) and len(set(indices)) == len(indices):
-            self._assign(indices, grads)
+            self._assign(indices, grads, self._predivisor)
             return
         for index, grad in zip(indices, grads, strict=True):
             if index in received:
@@ -129,9 +142,9 @@ class ReduceBuffer:
                 for view, part in zip(self.views.params[index], parts, strict=True):
                     view.add_(part, alpha=1 / self._predivisor)
             else:
-                self._assign([index], [grad])
+                self._assign([index], [grad], self._predivisor)
 
-    def _assign(self, indices: Sequence[int], grads: list[Tensor]) -> None:
+    def _assign(self, indices: Sequence[int], grads: list[Tensor], divisor: float) -> None:
         self.received.update(indices)
         whole = self.views.whole
         if whole is not None:
@@ -140,9 +153,9 @@ class ReduceBuffer:
             views = [view for index in indices for view in self.views.params[index]]
             pairs = zip(indices, grads, strict=True)
             values = [part for index, grad in pairs for part in self.form.split(index, grad)]
-        if self._predivisor != 1:
+        if divisor != 1:
             for view, value in zip(views, values, strict=True):
-                torch.div(value, self._predivisor, out=view)
+                torch.div(value, divisor, out=view)
         elif len(views) == 1:
             views[0].copy_(values[0])
         elif views:
@@ -151,14 +164,14 @@ class ReduceBuffer:
     def drop(self, indices: Iterable[int]) -> None:
         """Drop the gradients of some parameters."""
         self.received.difference_update(indices)
+        self._packed = None
         if not self.received:
             self._free()
 
     def zero(self, indices: Iterable[int]) -> None:
         """Set the received gradients of some parameters to zero."""
         for index in self.received.intersection(indices):
-            for view in self.views.params[index]:
-                view.zero_()
+            _torch_private.zero_together(self.views.params[index])
 
     def discard(self) -> None:
         """Drop all gradients, and free the memory."""
@@ -177,7 +190,7 @@ class ReduceBuffer:
                 where="a unit of fully_shard",
                 fix="change requires_grad after a backward with set_requires_all_reduce(True)",
             )
-        kept = sorted(other.received.intersection(self._all_indices))
+        kept = sorted(other.received.intersection(self.form.indices))
         if kept:
             self._allocate()
             for index in kept:
@@ -238,7 +251,7 @@ class ReduceBuffer:
             total = wide.copy_(total)  # the gradients need no further memory
         total = total if total.dtype is self._grad_dtype else total.to(self._grad_dtype)
         grads = self.form.grads(axes.offload.to_host(total))
-        if len(received) < len(self._all_indices):
+        if len(received) < len(self.form.indices):
             read = read_later(self.form.marks(total))
             if has_streams(total.device):
                 yield Left.READ
@@ -263,25 +276,20 @@ class ReduceBuffer:
             wait()
 
     def _zero_missing(self) -> None:
-        received, views = self.received, self.views
+        received = self.received
         if not received:
             self._allocate()
-            views = self.views
-        if len(received) < len(self._all_indices):
-            empty = [of_param for i, of_param in enumerate(views.params) if i not in received]
-        elif self._is_clean:
-            return
-        else:
-            empty = views.params[-1:]
-        for view in itertools.chain.from_iterable(empty):
-            view.zero_()
+        if received != self._packed:
+            of_params = enumerate(self.views.params)
+            empty = [view for i, views in of_params if i not in received for view in views]
+            _torch_private.zero_together(empty)
 
     def _mark(self, received: Collection[int]) -> None:
-        if self._is_clean and received:
-            return  # pack_grads has marked all
+        if received == self._packed:
+            return
         marks = self.form.marks(self.views.rows)
         marks.fill_(1)
-        for position, index in enumerate(self._all_indices):
+        for position, index in enumerate(self.form.indices):
             if index not in received:
                 marks[:, position] = 0
 

@@ -89,8 +89,9 @@ class ReduceForm(typing.Protocol):
         """value: in the shape of unsharded parameter ``index``, any strides. Return views of it in
         the shapes of ``param_views(...)[index]``."""
 
-    def pack_grads(self, rows: Tensor, grads: list[Tensor]) -> None:
-        """rows: [ranks, numel]. Write the gradients of all ``indices``, and zeros around them."""
+    def pack_grads(self, rows: Tensor, grads: list[Tensor], indices: Sequence[int]) -> None:
+        """rows: [ranks, numel]. Write the gradients of some of the form's ``indices``, their
+        marks, and zeros everywhere else."""
         raise StateError(f"internal: a {type(self).__name__} does not pack gradients")
 
     def grads(self, total: Tensor) -> Sequence[Tensor | None]:
@@ -99,7 +100,7 @@ class ReduceForm(typing.Protocol):
 
     def marks(self, rows: Tensor) -> Tensor:
         """rows: [..., numel]. Return the view [..., P], in the padding, of an element per parameter
-        of ``indices`` that says whether a rank has its gradient. ``pack_grads`` marks all."""
+        of ``indices`` that says whether a rank has its gradient. ``pack_grads`` sets them."""
         raise StateError(f"internal: a {type(self).__name__} has no marks")
 
 

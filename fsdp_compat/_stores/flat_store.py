@@ -212,7 +212,7 @@ class FlatStore(StateStore, ReduceForm):
         params = [[whole] for whole in self.whole(buffer)]
         return [*params, [buffer[gap.slice] for gap in self.layout.gaps()]]
 
-    @property
+    @functools.cached_property
     def indices(self) -> list[int]:
         return list(range(len(self.orig_params)))
 

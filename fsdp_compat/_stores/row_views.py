@@ -128,7 +128,8 @@ class RowReduceForm:
         layout = self._layout = RowViews.packed([*cuts, marks], ranks, dtype.itemsize)
         self.numel = layout.numel
         self._mark_slot = layout.slot(len(own))
-        self._set_marks: dict[object, Tensor] = {}  # all of them, by dtype and device
+        # Marks of all parameters, and of one, in every segment, by dtype and device.
+        self._set_marks: dict[object, tuple[Tensor, Tensor]] = {}
         self._specs = [param.spec for param in own]
         shapes = [cut.part_shape(rank) for cut in cuts]
         # shapes, strides and starts of this rank's parts in its segment
@@ -155,17 +156,35 @@ class RowReduceForm:
         parallel = param.kind.parallel
         return cut_up(value if parallel is None else parallel.local(value), param.cut)
 
-    def pack_grads(self, rows: Tensor, grads: list[Tensor]) -> None:
+    def pack_grads(self, rows: Tensor, grads: list[Tensor], indices: Sequence[int]) -> None:
         kind = grads[0].dtype, grads[0].device
         if kind not in self._set_marks:
             marks = grads[0].new_zeros(rows.shape[0], self._mark_slot.numel)
-            marks[:, : len(grads)] = 1
-            self._set_marks[kind] = marks.view(-1)
-        if self._has_other_dims:
-            grads = list(map(_with_rows_first, grads, self._params))
-        grads = [*grads, self._set_marks[kind]]
-        in_order = list(map(grads.__getitem__, self._layout.order))
+            marks[:, : len(self.indices)] = 1
+            self._set_marks[kind] = marks.view(-1), grads[0].new_ones(rows.shape[0])
+        if len(grads) < len(self.indices):
+            in_order = self._with_zeros(dict(zip(indices, grads, strict=True)), kind)
+        else:
+            if self._has_other_dims:
+                grads = list(map(_with_rows_first, grads, self._params))
+            grads = [*grads, self._set_marks[kind][0]]
+            in_order = list(map(grads.__getitem__, self._layout.order))
         _torch_private.chunk_together(in_order, self._layout.ranks, rows)
+
+    def _with_zeros(self, grads: dict[int, Tensor], kind: object) -> list[Tensor]:
+        """Return what ``chunk_together`` takes: gradients and marks, or zeros, in their order."""
+        cuts, mark = self._layout.cuts, self._set_marks[kind][1]
+        # One row that all share: chunk_together fills the other segments with zeros.
+        zeros = mark.new_zeros(1, max(cut.numel for cut in cuts))
+        runs, marks = list[list[Tensor]](), list[Tensor]()
+        for index, param in zip(self.indices, self._params, strict=True):
+            grad = grads.get(index)
+            empty = zeros[:, : param.cut.numel]
+            runs.append([empty if grad is None else _with_rows_first(grad, param)])
+            marks.append(zeros[:, :1] if grad is None else mark)
+        padding = zeros[:, : self._mark_slot.numel - len(marks)]
+        runs.append([*marks, padding] if padding.numel() else marks)
+        return list(itertools.chain.from_iterable(map(runs.__getitem__, self._layout.order)))
 
     def grads(self, total: Tensor) -> Sequence[Tensor | None]:
         # one call per view; narrow and view would be two

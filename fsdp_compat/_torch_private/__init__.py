@@ -179,6 +179,12 @@ def add_together(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> No
     torch._foreach_add_(targets, sources)
 
 
+def zero_together(tensors: list[torch.Tensor]) -> None:
+    """Set many tensors to zero, by one kernel of a device if they are dense."""
+    if tensors:  # none is an error
+        torch._foreach_zero_(tensors)
+
+
 def split_together(rows: torch.Tensor, sizes: list[int], targets: list[torch.Tensor]) -> None:
     """Split the columns of ``rows`` by ``sizes`` and copy them into tensors, by one kernel."""
     torch.split_with_sizes_copy(rows, sizes, dim=1, out=targets)

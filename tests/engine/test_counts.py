@@ -322,7 +322,7 @@ class Operations(TorchDispatchMode):
         self.names[name] += 1
         if name in ("copy_", "div_", "mul_", "zero_", "add_", "clone", "_to_copy", "add", "div"):
             self.written[name].append(args[0].numel())
-        elif name == "_foreach_copy_":
+        elif name in ("_foreach_copy_", "_foreach_zero_"):
             self.written[name].append(sum(tensor.numel() for tensor in args[0]))
         return function(*args, **(kwargs or {}))
 
@@ -358,7 +358,8 @@ def test_step_copies_shards_and_gradients_once_and_divides_shards(use_orig_param
     assert sorted(seen.written["copy_"]) == SHARDS
     assert sorted(seen.written["_foreach_copy_"]) == [elements[1]] + [elements[0]] * 6
     assert sorted(seen.written["div_"]) == [ROOT_S] + [BLOCK_S] * 6
-    assert max(seen.written["zero_"]) <= 19  # gaps between parameters, never a buffer
+    # one operation for all gaps between parameters of a unit, never for a buffer
+    assert len(seen.written["_foreach_zero_"]) == 7 and max(seen.written["_foreach_zero_"]) <= 19
 
 
 @on_ranks(2, environment=MESSAGES)

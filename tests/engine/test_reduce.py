@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
@@ -85,9 +86,10 @@ class Setup(typing.NamedTuple):
         return Reduction(self.buffer.reduce(POLICY, "the gradients of unit 'u'")).finish()
 
 
-@pytest.fixture(params=STORES)
+@pytest.fixture(params=[(kind, device) for kind in STORES for device in (False, True)])
 def setup(request: pytest.FixtureRequest) -> Setup:
-    return make_setup(request.param)
+    kind, as_on_a_device = request.param
+    return make_setup(kind, as_on_a_device=as_on_a_device)
 
 
 def store_of(kind: str, ranks: int) -> ParamStore:
@@ -96,11 +98,20 @@ def store_of(kind: str, ranks: int) -> ParamStore:
     return make_store(kind, members_of(module), rank=0, ranks=ranks, flat_slot=slot)
 
 
-def make_setup(kind: str, dtype: torch.dtype = torch.float32, replicas: int = 1) -> Setup:
+def make_setup(
+    kind: str,
+    dtype: torch.dtype = torch.float32,
+    replicas: int = 1,
+    *,
+    as_on_a_device: bool = False,
+    predivisor: float = 1.0,
+) -> Setup:
+    """as_on_a_device: write gradients as to a device with streams."""
     store = store_of(kind, RANKS)
     shard, replica = Recorded(RANKS), Recorded(replicas)
     axes = ReduceAxes(typing.cast(Transport, shard), typing.cast(Transport, replica), 4, 8)
-    buffer = ReduceBuffer(store.reduce_form(), axes, dtype, CPU)
+    with mock.patch("fsdp_compat._engine.reduce.has_streams", return_value=as_on_a_device):
+        buffer = ReduceBuffer(store.reduce_form(), axes, dtype, CPU, predivisor=predivisor)
     return Setup(store, buffer, shard, replica)
 
 
@@ -120,6 +131,7 @@ PUTS: dict[str, tuple[list[Put | list[int]], list[float]]] = {
     "of several": ([([2, 0], [2.0, 1.0]), ([0, 1], [1.0, 5.0])], [2.0, 5.0, 2.0]),
     "twice at once": ([([0, 1, 0], [2.0, 5.0, 3.0]), ([2, 2, 0], [1.0] * 3)], [6.0, 5.0, 2.0]),
     "one dropped": ([([0, 1], [2.0, 3.0]), [0], ([1], [1.0])], [0.0, 4.0, 0.0]),
+    "a late one dropped": ([([0], [2.0]), ([1], [3.0]), [1]], [2.0, 0.0, 0.0]),
     "assigned again": ([([0], [2.0]), [0, 1], ([0], [8.0])], [8.0, 0.0, 0.0]),
 }
 
@@ -148,6 +160,46 @@ def test_gradients_are_added_dropped_or_zero_in_every_reduction(setup: Setup, na
         assert len({g.untyped_storage().data_ptr() for g in grads if g.numel()}) == 1
 
 
+@pytest.mark.parametrize("as_on_a_device", [False, True])
+@pytest.mark.parametrize(
+    ("name", "used"),
+    [
+        ("missing ones", [1]),
+        ("later ones", [1]),
+        ("of several", [0, 1, 2]),
+        ("one dropped", [1]),
+        ("a late one dropped", [0]),
+        ("assigned again", [0]),
+    ],
+)
+def test_parameters_have_gradients_where_a_rank_has_used_them(
+    name: str, used: list[int], as_on_a_device: bool
+) -> None:
+    setup = make_setup("row", as_on_a_device=as_on_a_device)
+    for _ in range(2):
+        receive(setup.buffer, PUTS[name][0])
+        stages = setup.buffer.reduce(ReducePolicy(keeps_unused=False), "gradients")
+        grads = Reduction(stages).finish()
+        assert [index for index, grad in enumerate(grads) if grad is not None] == used
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_divisions_before_the_sum_give_the_same_bits_at_once(kind: str) -> None:
+    """fp16, where the smallest values are rounded; fp32 values that fp16 cannot hold undivided."""
+    found = []
+    for as_on_a_device in (False, True):
+        setup = make_setup(kind, torch.float16, as_on_a_device=as_on_a_device, predivisor=4.0)
+        torch.manual_seed(0)
+        for dtype, factor in ((torch.float16, 1e-5), (torch.float32, 1e5)):
+            values = [(torch.randn(shape) * factor).to(dtype) for shape in SHAPES]
+            setup.buffer.put([*range(len(values))], values)
+            setup.reduce()
+            found.append(torch.cat([value.reshape(-1) for value in setup.sent()]))
+    tiny, huge, *at_once = found
+    assert huge.isfinite().all() and huge.abs().max() > 1e4
+    assert torch.equal(torch.stack([tiny, huge]), torch.stack(at_once))
+
+
 def test_put_gradients_are_neither_kept_nor_changed(setup: Setup) -> None:
     first, second = ones(0, 1.0), ones(0, 2.0)
     setup.buffer.put([0], [first])
@@ -173,7 +225,9 @@ def test_gradients_are_cast_to_the_reduce_dtype(kind: str) -> None:
 # -- reducing
 
 
-def test_missing_gradients_and_padding_are_sent_as_zeros(setup: Setup) -> None:
+@pytest.mark.parametrize("kind", STORES)
+def test_missing_gradients_and_padding_are_sent_as_zeros(kind: str) -> None:
+    setup = make_setup(kind)
     setup.buffer.put([1], [ones(1, 3.0)])
     whole = setup.buffer.views.buffer
     whole[whole != 3.0] = 5.0  # as if allocated memory held other values

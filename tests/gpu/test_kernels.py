@@ -1,5 +1,5 @@
 """How many kernels a unit adds to those of the unsharded model, in a step: they do not grow with
-the number of its parameters. FSDP2 adds 7."""
+the number of its parameters. FSDP2 adds 7 in bf16, 10 in fp16."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tests.support.twin import sharded
 RANKS = 8
 WIDTH = 16
 BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+FP16 = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16)
 
 
 class Block(nn.Module):
@@ -74,10 +75,17 @@ def kernels(
     ("front_end", "dtypes", "scalars", "unused", "width", "passes", "expected"),
     [
         ("flat", BF16, 0, 0, WIDTH, 1, 4),
+        ("flat", BF16, 0, 0, WIDTH - 1, 1, 5),
+        ("flat", BF16, 0, 5, WIDTH, 1, 5),
+        ("flat", BF16, 3, 0, WIDTH, 1, 5),
+        ("flat", FP16, 0, 0, WIDTH, 1, 6),
         ("fully_shard", BF16, 0, 0, WIDTH, 1, 6),
         ("fully_shard", BF16, 0, 0, WIDTH - 1, 1, 6),
+        ("fully_shard", BF16, 0, 5, WIDTH, 1, 7),  # beside one copy to the host
         ("fully_shard", BF16, 1, 0, WIDTH, 1, 7),
         ("fully_shard", BF16, 3, 0, WIDTH, 1, 9),  # one per 0-d parameter
+        ("fully_shard", FP16, 0, 0, WIDTH, 1, 10),
+        ("fully_shard", FP16, 0, 5, WIDTH, 1, 11),
         # Gradients are added by one kernel, those of the unsharded model by 8.
         ("fully_shard", BF16, 0, 0, WIDTH, 2, 2 * 6 + 1 - 8),
     ],

@@ -272,18 +272,22 @@ def test_gradients_reach_the_sharded_parameters_with_the_same_elements(case: Cas
 
 
 @each_case
-def test_all_gradients_at_once_are_written_as_one_by_one(case: Case) -> None:
+def test_gradients_at_once_are_written_as_one_by_one(case: Case) -> None:
     form = case.stores[0].reduce_form()
     if not form.can_pack_grads:
         return
     gradients = [torch.randn_like(value) for value in case.values]
-    one_by_one = torch.zeros(case.ranks * form.numel)
-    put_into(form, gradients, one_by_one)
-    form.marks(one_by_one.view(case.ranks, -1)).fill_(1)
-    for dtype in (torch.float32, torch.float64):
-        together = torch.full((case.ranks * form.numel,), torch.nan, dtype=dtype)
-        form.pack_grads(together.view(case.ranks, -1), gradients)
-        assert torch.equal(together, one_by_one.to(dtype))
+    for given in (form.indices, form.indices[::-2]):
+        expected = [g if i in given else torch.zeros_like(g) for i, g in enumerate(gradients)]
+        one_by_one = torch.zeros(case.ranks * form.numel)
+        put_into(form, expected, one_by_one)
+        marks = torch.tensor([float(index in given) for index in form.indices])
+        form.marks(one_by_one.view(case.ranks, -1)).copy_(marks)
+        for dtype in (torch.float32, torch.float64):
+            together = torch.full((case.ranks * form.numel,), torch.nan, dtype=dtype)
+            values = [gradients[index] for index in given]
+            form.pack_grads(together.view(case.ranks, -1), values, given)
+            assert torch.equal(together, one_by_one.to(dtype))
 
 
 @each_case
