@@ -225,7 +225,11 @@ class BackwardRunner:
     @staticmethod
     def _has_calls_left(unit: Unit, backward: Backward) -> bool:
         """True if the running graph has yet to reach calls of the unit: gradients are missing."""
-        return any(call.seen_by != backward.serial for call in unit.calls_left())
+        for reference in unit.behavior.calls_in_graphs:
+            call = reference()
+            if call is not None and call.seen_by != backward.serial and call.runs_now():
+                return True
+        return False
 
     @_torch_private.outside_transforms
     def on_gradient(self, group: Group, index: int, param: nn.Parameter) -> None:
@@ -275,8 +279,10 @@ class BackwardRunner:
     def _start(self, unit: Unit, received: list[Gradients]) -> None:
         """Collective."""
         events.tell(events.REDUCING, unit.label)
-        with _torch_private.profiled("reduce", unit.label):
-            self.reductions.start(received)
+        shown = _torch_private.is_profiling() and _torch_private.begin_range("reduce", unit.label)
+        self.reductions.start(received)
+        if shown:
+            shown.close()
 
     def _stream_of(self, unit: Unit, at_end: bool) -> contextlib.AbstractContextManager[None]:
         """Return the stream that takes a unit's gradients. At the end it is the computing stream,

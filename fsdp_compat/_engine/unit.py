@@ -233,12 +233,16 @@ class Unit:
                 self.behavior.freshness.record()
             if _torch_private.counts_collectives():
                 self._count_gathers()
-            with _torch_private.profiled("all_gather", self.label):
-                if len(self.groups) > 1 and self.behavior.custom_all_gather is None:
-                    unshard_together(self.groups)
-                    return
+            shown = _torch_private.is_profiling() and _torch_private.begin_range(
+                "all_gather", self.label
+            )
+            if len(self.groups) > 1 and self.behavior.custom_all_gather is None:
+                unshard_together(self.groups)
+            else:
                 for group in self.groups:
                     group.unshard()
+            if shown:
+                shown.close()
 
     def _count_gathers(self) -> None:
         """Count one all-gather for all groups over the same ranks, even if nothing is sent."""
@@ -250,9 +254,13 @@ class Unit:
         """Collective. Make the unsharded parameters readable."""
         if self.residency is Residency.UNSHARDING:
             events.tell(events.WAITING, self.label)
-            with _torch_private.profiled("wait_for_all_gather", self.label):
-                for group in self.groups:
-                    group.wait_for_unshard()
+            shown = _torch_private.is_profiling() and _torch_private.begin_range(
+                "wait_for_all_gather", self.label
+            )
+            for group in self.groups:
+                group.wait_for_unshard()
+            if shown:
+                shown.close()
             self.residency = Residency.UNSHARDED
             events.tell(events.UNSHARDED, self.label)
 
