@@ -315,11 +315,13 @@ class Unit:
         return any(group.memory.views_mapping for group in self.groups)
 
     def stay_unsharded(self) -> None:
-        """After a forward without a graph: stay unsharded for further ones, as long as nothing is
-        written to the sharded parameters, which are shown. Not where that cannot be seen."""
+        """After a forward inside no_grad: stay unsharded for further ones, as long as nothing is
+        written to the sharded parameters, which are shown. Not where that cannot be seen, nor where
+        nothing is gathered."""
         stores = [group.store for group in self.groups]
         params = [param for store in stores for param, _ in store.sharded_params]
-        if self.is_mapped or any(map(torch.Tensor.is_inference, params)):
+        is_gathered = not (self.is_mapped or all(group.memory.aliased for group in self.groups))
+        if torch.is_grad_enabled() or not is_gathered or any(map(Tensor.is_inference, params)):
             self.reshard()
             return
         self.view.show_sharded()

@@ -274,14 +274,17 @@ def reshard(model: nn.Module) -> None:
 
 def assert_idle(runtime: Runtime) -> None:
     """Assert that every unit is sharded and shows it, that no communication is in flight, and that
-    only shards, gradients and optimizer state hold memory."""
+    only shards, gradients and optimizer state hold memory; and parameters that were not gathered
+    for backward, but are kept for further evaluations."""
     assert not runtime._stack
     assert not runtime.backward.is_running
     for unit in runtime.units:
-        assert unit.residency is Residency.SHARDED, f"{unit.label} was left {unit.residency.name}"
+        kept = unit.behavior.kept is not None and not unit.options.reshard_after_forward
+        is_sharded = unit.residency is Residency.SHARDED
+        assert kept or is_sharded, f"{unit.label} was left {unit.residency.name}"
         assert not unit.view.shows_unsharded, f"{unit.label} shows full parameters"
         assert not unit.calls and not unit.running, f"{unit.label} is marked as running"
-        for group in unit.groups:
+        for group in () if kept else unit.groups:
             assert group_nbytes(group) == 0, f"{group.name}: {group_nbytes(group)} bytes were left"
             assert group.gradients.reduction is None, f"{group.name}: a reduction was left"
             assert not any(
