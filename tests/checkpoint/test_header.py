@@ -13,7 +13,7 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from fsdp_compat._comm.host_memory import memory_of
@@ -207,7 +207,10 @@ def assert_read_alike(path: Path) -> tuple[bool, bool]:
         theirs = None
     if ours is not None:
         assert theirs is not None, path.read_bytes()
-        assert_same(ours, theirs)
+        # Two numbers in a byte are bytes here.
+        packed = {name for name, value in theirs.items() if "_x2" in str(value.dtype)}
+        same = {name: v.view(torch.uint8) if name in packed else v for name, v in theirs.items()}
+        assert_same(ours, same)
     return ours is not None, theirs is not None
 
 
@@ -275,8 +278,12 @@ def near_files(draw: st.DrawFn) -> bytes:
     return struct.pack("<Q", length) + bytes(changed) + data
 
 
+EMPTY_F4 = b'{"": {"dtype": "F4", "shape": [0], "data_offsets": [0, 0]}}'
+
+
 @settings(same_path, max_examples=200)
 @given(content=near_files())
+@example(content=struct.pack("<Q", len(EMPTY_F4)) + EMPTY_F4)
 def test_no_file_is_read_that_the_library_refuses_and_none_in_another_way(
     tmp_path: Path, content: bytes
 ) -> None:
