@@ -427,7 +427,7 @@ BREAKS = (
     ),
     Break(
         "gradients for parameters that received none",
-        "if len(received) < len(self._all_indices):\n            read = ",
+        "if len(received) < len(self.form.indices):\n            read = ",
         "if False:\n            read = ",
         f"{FULLY_SHARD}/test_programs.py -k random_programs_train",
     ),
