@@ -60,8 +60,8 @@ class ShardingStrategy(enum.Enum):
     _HYBRID_SHARD_ZERO2   the ranks of a node   the nodes  kept until the end of backward
     ====================  ====================  =========  ===================================
 
-    After a forward without a graph, the strategies that do not free parameters keep them until an
-    optimizer step, another write that autograd sees, or a forward with a graph. Gradients and
+    After a forward inside no_grad, the strategies that do not free parameters keep them until an
+    optimizer step, another write that autograd sees, or a forward outside of it. Gradients and
     optimizer state are sharded in the same way. With a device mesh of two dimensions
     (replica, shard), or two process groups, the hybrid strategies use these instead of nodes.
     """

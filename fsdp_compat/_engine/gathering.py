@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -175,15 +176,19 @@ class Gathering:
         self.mapped = MappedShards()
         self.forward_order, self.backward_order = Order(), Order()
         self.rounds = Rounds(units, communicators, self.forward_order, options.allow_unused_units)
-        # Units as backward reaches them: the last before the first, but around others before these
-        inside = [set(unit.attributes.modules) for unit in units]
-        around = {u: [-i for i, modules in enumerate(inside) if u.module in modules] for u in units}
-        self.in_backward = sorted(units, key=around.__getitem__)
         self._prefetches_forward = options.forward_prefetch
         self._prefetches_backward = options.backward_prefetch is Prefetch.PRE
         # The unit that backward will need first, judging by the previous backward; it is not
         # resharded after forward.
         self._first_in_backward: Unit | None = None
+
+    @functools.cached_property
+    def in_backward(self) -> list[Unit]:
+        """The units as backward reaches them: the last before the first, but units around others
+        before these."""
+        inside, units = [set(unit.attributes.modules) for unit in self._units], self._units
+        around = {u: [-i for i, modules in enumerate(inside) if u.module in modules] for u in units}
+        return sorted(units, key=around.__getitem__)
 
     def unshard_for_use(self, unit: Unit, dtype: ComputeDtype, backward: bool) -> None:
         """Collective. Unshard and show ``unit``; prefetch. backward: also in recomputations."""
@@ -302,7 +307,7 @@ class Gathering:
         """Collective if mapped shards may be read."""
         if self._reads_shards():
             self.mapped.begin(Pass.BACKWARD)
-        self.backward_order.restart(self.in_backward)
+        self.backward_order.restart(self.in_backward if self.rounds.is_fixed_order else ())
 
     def end_backward(self) -> None:
         """Collective."""
