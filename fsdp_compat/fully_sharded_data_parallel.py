@@ -270,7 +270,7 @@ class FullyShardedDataParallel(ClientAttributes):
             if self._unit.buffers is not None
             else contextlib.nullcontext()
         ):
-            super()._apply(fn, recurse)
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for child in self.modules():
             hooks.cast_again(child)
         return self

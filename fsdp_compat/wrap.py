@@ -424,7 +424,8 @@ def as_set_of_classes(given: Any) -> str:
 
 def _function_of_modules(function: Any, where: str) -> Callable[[nn.Module], Any]:
     if callable(function):
-        return function
+        result: Callable[[nn.Module], Any] = function
+        return result
     raise unusable("lambda_fn", "a function of one module", function, where)
 
 

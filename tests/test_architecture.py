@@ -53,7 +53,7 @@ MAX_ATTRIBUTES = 15  # that the methods of a class set on its instances
 
 TOP_LEVEL = {
     *("setup.cfg", "setup.py", "fsdp_compat", "tests", "examples", "CHANGELOG.md"),
-    *("README.md", "LICENSE", ".gitignore", ".editorconfig", ".ci"),
+    *("README.md", "LICENSE", ".gitignore", ".editorconfig", ".ruff.toml", ".ci"),
     "PKG-INFO",  # of a source distribution
 }
 

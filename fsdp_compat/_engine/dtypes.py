@@ -70,7 +70,8 @@ def contents_of(value: Any, in_place: bool = True) -> Iterable[tuple[Any, Any]] 
     is_known = package == "torch" and not isinstance(value, torch.distributions.Distribution)
     is_plain = hasattr(value, "__dict__") and not callable(value)
     if in_place and is_plain and not is_known and not isinstance(value, types.ModuleType):
-        return vars(value).items()
+        result: Iterable[tuple[Any, Any]] | None = vars(value).items()
+        return result
     return None
 
 

@@ -83,7 +83,8 @@ def norm_of(
         for axis in axes:
             norm = norm_over_ranks(axis, norm, norm_type)
         parts.append(norm)
-    return torch.linalg.vector_norm(torch.stack(parts), norm_type)
+    result: Tensor = torch.linalg.vector_norm(torch.stack(parts), norm_type)
+    return result
 
 
 def _norm_of_dtensor(grad: Any, order: float) -> Tensor:
@@ -137,7 +138,8 @@ def _local_norm(
         norms.append(of_kind.to(device, dtype))  # one copy: the host may wait for it
     if not norms:
         return torch.zeros((), dtype=dtype, device=device)
-    return torch.linalg.vector_norm(torch.cat(norms), norm_type)
+    result: Tensor = torch.linalg.vector_norm(torch.cat(norms), norm_type)
+    return result
 
 
 def _by_kind(grads: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:

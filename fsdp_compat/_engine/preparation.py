@@ -88,7 +88,7 @@ class Preparation:
         on_meta = [m for m in modules if any(tensor.is_meta for _, tensor in _own_tensors(m))]
         before = _addresses(on_meta)
         for module in on_meta:
-            with _torch_private.PoisonedMemory():  # recognised by `is_uninitialised`
+            with _torch_private.PoisonedMemory():  # type: ignore[no-untyped-call]  # recognised by `is_uninitialised`
                 if self._init is not None:
                     self._init(module)
                     continue

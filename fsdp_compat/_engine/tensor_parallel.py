@@ -47,11 +47,13 @@ class TensorParallel:
             return value
         if value.device_mesh != self.mesh:  # type: ignore[attr-defined]
             return self.part(value.full_tensor())  # type: ignore[attr-defined]
-        return value.redistribute(self.mesh, self.placements).to_local()  # type: ignore[attr-defined]
+        result: Tensor = value.redistribute(self.mesh, self.placements).to_local()  # type: ignore[attr-defined]
+        return result
 
     def whole(self, local: Tensor) -> Tensor:
         """Return the whole parameter. Collective over its mesh."""
-        return self.wrap(local).full_tensor()  # type: ignore[attr-defined]
+        result: Tensor = self.wrap(local).full_tensor()  # type: ignore[attr-defined]
+        return result
 
     def part(self, whole: Tensor) -> Tensor:
         """Return this process's part of a whole value. Nothing is sent."""

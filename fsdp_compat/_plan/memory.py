@@ -35,7 +35,7 @@ class Memory(simulation.DispatchMode):
         """on_peak: is told the bytes, in all and by kind, whenever more are alive than since
         ``restart``. on_operation: is told each operation, its arguments and its result. answer:
         returns the result of an operation that cannot be carried out, or None."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.default = "activations"  # the kind of new storages
         self.nbytes, self.most = 0, 0
         self.by_kind = collections.Counter[str]()
@@ -52,12 +52,12 @@ class Memory(simulation.DispatchMode):
             return result
 
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if simulation.has_dtensors(types):

@@ -65,7 +65,10 @@ def state_dict(wrapper: nn.Module, *args: Any, filter: Any = None, **kwargs: Any
             stack.enter_context(in_form(model_units_in(wrapper), wanted=wanted))
         rest = own.runtime.at_rest("state_dict")
         is_outer = own.unit.summoned or stack.enter_context(rest)
-        return _taken(wrapper, own, destination, prefix or "", bool(keep_vars), is_outer)
+        result: dict[str, Any] = _taken(
+            wrapper, own, destination, prefix or "", bool(keep_vars), is_outer
+        )
+        return result
 
 
 def _arguments(destination: Any = None, prefix: Any = "", keep_vars: Any = False) -> Any:

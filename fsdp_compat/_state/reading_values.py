@@ -167,7 +167,8 @@ def read_part(value: Any, cut: Cut) -> torch.Tensor:
         value = gathered(value)
     if parallel is not None and not is_part:
         value = parallel.part(value)
-    return value.detach().reshape(-1)[part.slice]
+    result: torch.Tensor = value.detach().reshape(-1)[part.slice]
+    return result
 
 
 def is_readable(value: object, cut: Cut) -> bool:

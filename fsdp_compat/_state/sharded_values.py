@@ -297,7 +297,7 @@ class BoxedTensor(ShardedTensor):
             return getattr(args[0], func.__name__)(*args[1:], **(kwargs or {}))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
-            return super().__torch_function__(func, types, args, kwargs)
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
     # -- the protocol by which torch.distributed.checkpoint asks a value for its parts
 
@@ -409,7 +409,7 @@ for _name in ("bfloat16", "clone", "cpu", "cuda", "detach", "double", "float", "
     setattr(BoxedTensor, _name, _of_each_shard(_name))
 
 
-def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Any:
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> BoxedTensor:
     """Return a BoxedTensor without attributes."""
     return _torch_private.tensor_without_storage(BoxedTensor, shape, dtype, device)
 

@@ -109,7 +109,8 @@ def _on_assignment(module: nn.Module, name: str, value: nn.Parameter) -> nn.Para
     if not store.is_flattened:
         sharded_param.requires_grad_(value.requires_grad)
     optimizer_patches.register_assigned(value, name)
-    return sharded_param
+    result: nn.Parameter | None = sharded_param
+    return result
 
 
 def _why_not(

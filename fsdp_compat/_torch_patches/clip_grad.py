@@ -36,7 +36,10 @@ def _clip(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> torch.Te
     try:
         # torch warns about a generator that yields nothing, so it gets a generator again.
         is_generator = isinstance(parameters, types.GeneratorType)
-        return original((p for p in listed) if is_generator else listed, *args, **kwargs)
+        result: torch.Tensor = original(
+            (p for p in listed) if is_generator else listed, *args, **kwargs
+        )
+        return result
     finally:
         _clipped.parameters = before
 
@@ -52,7 +55,8 @@ def _total_norm(
     grads = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     split, groups = _split_over_ranks(grads, _clipped.parameters)
     if not groups:
-        return original(grads, norm_type, error_if_nonfinite, foreach)
+        result: torch.Tensor = original(grads, norm_type, error_if_nonfinite, foreach)
+        return result
     order = checked_norm_type(norm_type, "clip_grad_norm_")
     by_group: dict[Group, list[torch.Tensor]] = {group: [] for group in groups}
     whole = []

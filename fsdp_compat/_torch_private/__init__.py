@@ -11,7 +11,7 @@ import itertools
 import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,8 @@ from torch.distributed.constants import default_pg_timeout
 from torch.nn.utils import clip_grad
 from torch.utils import _python_dispatch, checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
+
+_T = TypeVar("_T", bound=torch.Tensor)
 
 if TYPE_CHECKING:
 
@@ -106,7 +108,8 @@ def has_optimizers_in_backward() -> bool:
 
 def optimizers_in_backward(parameter: nn.Parameter) -> Sequence[torch.optim.Optimizer]:
     """Return what steps a parameter in backward. The public function needs a module."""
-    return parameter.__dict__.get("_in_backward_optimizers", ())
+    result: Sequence[torch.optim.Optimizer] = parameter.__dict__.get("_in_backward_optimizers", ())
+    return result
 
 
 _post_accumulate_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
@@ -409,8 +412,8 @@ def default_device_of_backend(group: dist.ProcessGroup) -> torch.device:
 
 
 def tensor_without_storage(
-    cls: type[torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
+    cls: type[_T], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> _T:
     """Make an instance of a tensor subclass that is larger than this process's part."""
     return torch.Tensor._make_wrapper_subclass(
         cls, shape, dtype=dtype, device=device, layout=torch.strided
@@ -580,7 +583,8 @@ def step_without_hooks(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
     """Return the ``step`` of an optimizer's class, without the global hooks that torch has put
     around it, which would see trials on small parameters as steps."""
     step: Any = type(optimizer).step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step
+    result: Callable[..., Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
+    return result
 
 
 # Gathers a ShardedTensor for torch.distributed's state dict helpers, from its first shard alone.

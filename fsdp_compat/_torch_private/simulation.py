@@ -31,7 +31,8 @@ def join_fake_group(world_size: int) -> None:
 
 def key_of(storage: torch.UntypedStorage) -> int:
     """Return what tells a living storage from others."""
-    return storage._cdata
+    result: int = storage._cdata
+    return result
 
 
 def has_dtensors(types: Iterable[type]) -> bool:

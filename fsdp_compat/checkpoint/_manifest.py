@@ -200,7 +200,8 @@ def _any(content: Any) -> Any:
 
 
 def _object(content: Any) -> dict[str, Any]:
-    return parsed(content, {...: _any})
+    result: dict[str, Any] = parsed(content, {...: _any})
+    return result
 
 
 def _param_groups(content: Any) -> Any:

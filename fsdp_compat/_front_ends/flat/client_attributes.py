@@ -133,7 +133,8 @@ class ClientAttributes(nn.Module):
         """Prefetch limits that clients set. They have no effect: at most two units are gathered at
         a time."""
         limits = types.SimpleNamespace(_forward_prefetch_limit=1, _backward_prefetch_limit=1)
-        return self.__dict__.setdefault("_prefetch_limits", limits)
+        found: types.SimpleNamespace = self.__dict__.setdefault("_prefetch_limits", limits)
+        return found
 
     _lazy_init = staticmethod(lazy_init)
     _root_pre_forward = staticmethod(root_pre_forward)

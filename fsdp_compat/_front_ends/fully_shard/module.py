@@ -101,12 +101,13 @@ class FSDPModule(_Module):
         are whole tensors instead. Collective then.
         """
         given = {**kwargs, **dict(zip(("destination", "prefix"), args, strict=False))}
-        return self._get_fsdp_state().state_dict_of(
+        result: dict[str, Any] = self._get_fsdp_state().state_dict_of(
             self,
             functools.partial(super().state_dict, *args, **kwargs),
             given.get("destination"),
             given.get("prefix", ""),
         )
+        return result
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -396,7 +397,7 @@ class FSDPModule(_Module):
         shards = [own.store.shard for each in self._states(recurse) for own in each.stores]
         refuse_meta(fn, shards, state.label)
         state.before_state_dict("Module.to")
-        result = super()._apply(fn, recurse)
+        result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         state.look_again()
         return result
 

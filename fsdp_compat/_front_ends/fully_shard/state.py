@@ -235,7 +235,7 @@ class ShardedModules:
         """Return the runtime, or make one with these modules as its root, which is collective."""
         if self.runtime is not None and not self.runtime.stale:
             return self.runtime
-        made = self._outermost._make_runtime()
+        made: Runtime = self._outermost._make_runtime()
         if self.runtime is not made:  # no longer among the root's modules
             made = self._make_runtime()
         return made

@@ -169,7 +169,7 @@ class Source:
         return self.text[start:end]
 
     def line(self, node: ast.AST) -> int:
-        return node.lineno  # type: ignore[attr-defined]
+        return node.lineno  # type: ignore[attr-defined, no-any-return]
 
     def own_line(self, node: ast.AST) -> tuple[int, str, int] | None:
         """Return a statement's first line, indentation and end; None if something is beside it."""

@@ -71,7 +71,7 @@ class Merger:
 
     def _tensor(self, values: Mapping[int, Any], path: str) -> StoredTensor:
         """Return the tensor that ranks have parts of, or each has; repeated pieces are copies."""
-        first = next(iter(values.values()))
+        first: StoredTensor = next(iter(values.values()))
         facts = dict.fromkeys(f"shape {[*x.shape]} of {x.dtype}" for x in values.values())
         problem = " and ".join(facts) if len(facts) > 1 else None
         pieces: dict[Box, StoredPiece] = {}
