@@ -20,7 +20,7 @@ from fsdp_compat._front_ends.fully_shard.module import (
     get_cls_to_fsdp_cls,
     share_comm_ctx,
 )
-from fsdp_compat._plan import Plan, Suggestion, plan, suggest_policy
+from fsdp_compat._plan import Plan, plan
 from fsdp_compat._state.description import Description, UnitDescription, describe
 from fsdp_compat._state.ema import ShardedEMA
 from fsdp_compat._state.grad_norms import param_grad_norms
@@ -89,7 +89,6 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
     "StateError",
-    "Suggestion",
     "UnitDescription",
     "UnshardHandle",
     "UsageError",
@@ -103,7 +102,6 @@ __all__ = [
     "plan",
     "register_fsdp_forward_method",
     "share_comm_ctx",
-    "suggest_policy",
     "undo_torch_patches",
     "uninstall",
 ]

@@ -29,7 +29,7 @@ LAYERS = (
     ("_comm",),
     ("_layout",),
     ("_torch_private", "wrap"),
-    ("api", "_cost_model"),
+    ("api",),
     ("errors", "_text", "_version"),
 )
 

@@ -26,7 +26,6 @@ from fsdp_compat import (
     ShardedEMA,
     ShardingStrategy,
     StateDictType,
-    Suggestion,
     UnitDescription,
     UnshardHandle,
     checkpoint,
@@ -35,7 +34,6 @@ from fsdp_compat import (
     param_grad_norms,
     plan,
     register_fsdp_forward_method,
-    suggest_policy,
 )
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.checkpoint import AsyncSave, LoadReport
@@ -166,12 +164,10 @@ def look(model: nn.Module) -> None:
     assert_type(shown.units[0], UnitDescription)
     assert_type(shown.units[0].shard_nbytes, int)
     assert_type(shown.whole["bias"], Tensor)
-    planned = plan(model, 64, (torch.ones(1, 8),), wrap=fully_shard, device="H100")
+    planned = plan(model, 64, (torch.ones(1, 8),), wrap=fully_shard)
     assert_type(planned, Plan)
     assert_type(planned.fits(80 << 30), bool)
     assert_type(planned.units, tuple[UnitDescription, ...])
-    found = suggest_policy(model, 80 << 30, 64, (torch.ones(1, 8),))
-    assert_type(found, Suggestion)
 
 
 def optimizer_state(model: FSDP, optimizer: torch.optim.Optimizer) -> None:

@@ -28,7 +28,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the arguments of fsdp_compat.plan as a dict",
     )
     parser.add_argument("--world-size", type=int, required=True, help="number of ranks")
-    parser.add_argument("--device", default="H100", help="accelerator to estimate for (only H100)")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw memory over the step")
 
 
@@ -49,7 +48,7 @@ def main(given: argparse.Namespace) -> int:
                 what, expected = f"What {given.function} returns", "the arguments of plan as a dict"
                 fix = 'return {"model": model, "batch": batch}'
                 raise unusable(what, expected, arguments, "fsdp-compat plan", fix)
-            made = plan(world_size=given.world_size, device=given.device, **arguments)
+            made = plan(world_size=given.world_size, **arguments)
     except FsdpCompatError as error:
         print(error, file=sys.stderr)
         return 1

@@ -29,18 +29,16 @@ class Memory(simulation.DispatchMode):
         self,
         device: str = "meta",
         on_peak: Callable[[int, Sizes], None] | None = None,
-        on_operation: Callable[[Any, Any, Any, Any], None] | None = None,
         answer: Callable[[Any, Any], Any] | None = None,
     ) -> None:
         """on_peak: is told the bytes, in all and by kind, whenever more are alive than since
-        ``restart``. on_operation: is told each operation, its arguments and its result. answer:
-        returns the result of an operation that cannot be carried out, or None."""
+        ``restart``. answer: returns the result of an operation that cannot be carried out, or
+        None."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.default = "activations"  # the kind of new storages
         self.nbytes, self.most = 0, 0
         self.by_kind = collections.Counter[str]()
-        self._device, self._on_peak, self._on_operation = device, on_peak, on_operation
-        self._answer = answer
+        self._device, self._on_peak, self._answer = device, on_peak, answer
         self._followed: dict[int, tuple[str, int, Any]] = {}  # kind, bytes, weak reference
         self._resize = torch.UntypedStorage.resize_
 
@@ -68,8 +66,6 @@ class Memory(simulation.DispatchMode):
         for tensor in tensors_in(result):
             if tensor.device.type == self._device:
                 self._follow(tensor.untyped_storage())
-        if self._on_operation is not None:
-            self._on_operation(func, args, kwargs or {}, result)
         return result
 
     def mark(self, kind: str, tensors: Iterable[Tensor | torch.UntypedStorage]) -> None:

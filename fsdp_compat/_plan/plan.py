@@ -18,7 +18,6 @@ from .._state.description import UnitDescription
 from ..errors import UsageError
 from ..fully_sharded_data_parallel import FullyShardedDataParallel
 from . import simulation
-from .clock import machine_named
 from .memory import KINDS
 from .step import PHASES, Moment, SimulatedStep, Traffic
 
@@ -39,10 +38,6 @@ class Plan:
     timeline: tuple[Moment, ...]
     # {"shard" or "replica": {kind: (collectives, bytes sent by this rank)}}, in one step
     traffic: Traffic
-    flops: int  # of matrix products, convolutions and attention
-    device: str
-    seconds: float  # of a step on ``device``: an estimate
-    exposed_s: float  # of these, waiting for communication
     assumed: Mapping[str, bool | float | int]  # what tensors without values answered, by line
     reserve: int  # bytes that ``fits`` keeps for what is not simulated
 
@@ -76,11 +71,6 @@ class Plan:
         for axis, kinds in self.traffic.items():
             for kind, (number, nbytes) in kinds.items():
                 lines.append(f"{axis}: {number} x {kind}, {_gib(nbytes)} GiB sent in a step")
-        lines.append(f"{self.flops / 1e12:.3f} TFLOP in a step")
-        lines.append(
-            f"An estimate for {self.device}, not a measurement: {self.seconds * 1e3:.0f} ms per "
-            f"step, of which {self.exposed_s * 1e3:.0f} ms waiting for communication"
-        )
         lines += [f"assumed: {value} at {line}" for line, value in self.assumed.items()]
         return "\n".join([*lines, _NOT_INCLUDED.format(reserve=self.reserve / _GIB)])
 
@@ -124,7 +114,6 @@ def plan(
     wrap: Callable[[nn.Module], nn.Module | None] | None = None,
     optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW,
     step: Callable[[nn.Module, Any], object] | None = None,
-    device: str = "H100",
     reserve: int = 2 * _GIB,
     **fsdp: Any,
 ) -> Plan:
@@ -143,7 +132,6 @@ def plan(
         optimizer: makes the optimizer, which must not be fused, from the parameters.
         step: runs forward and backward of a sharded model with a batch. Default: backward starts
             from the output's ``loss``, or from the mean of its first tensor.
-        device: the accelerator to estimate times for.
         reserve: bytes that ``Plan.fits`` keeps free for memory that is not simulated.
 
     Attention without dropout is taken to be fused, as on accelerators. An operation that needs
@@ -153,24 +141,19 @@ def plan(
     Raises UsageError if parameters are not on the meta device or if there is a process group, and
     whatever wrapping and the step raise."""
     _check(model, world_size, wrap, fsdp)
-    machine = machine_named(device)
     batch = map_tensors(batch, lambda tensor: tensor.to("meta"))
     with simulation.one_of(world_size):
         copied = copy.deepcopy(model)
         wrapped = wrap(copied) if wrap is not None else FullyShardedDataParallel(copied, **fsdp)
         wrapped = copied if wrapped is None else wrapped  # sharded in place
         run = functools.partial(step or _forward_and_backward, wrapped, batch)
-        simulated = SimulatedStep(wrapped, optimizer(wrapped.parameters()), run, machine)
+        simulated = SimulatedStep(wrapped, optimizer(wrapped.parameters()), run)
         simulated.run_twice(batch)
         return Plan(
             world_size=world_size,
             units=simulated.units,
             timeline=tuple(simulated.timeline),
             traffic=simulated.traffic,
-            flops=simulated.clock.flops,
-            device=device,
-            seconds=simulated.clock.device_s,
-            exposed_s=simulated.clock.exposed_s,
             assumed=simulated.assumptions.made,
             reserve=reserve,
         )

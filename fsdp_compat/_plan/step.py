@@ -10,14 +10,12 @@ import torch
 from torch import nn
 
 from .. import _torch_private
-from .._cost_model import Machine
 from .._engine import events
 from .._engine.dtypes import tensors_in
 from .._engine.group import Group
 from .._engine.runtime import live_runtimes
 from .._state.description import UnitDescription, describe
 from . import simulation
-from .clock import Clock
 from .memory import LEFT_OUT, Memory, Sizes
 
 PHASES = ("forward", "backward", "optimizer", "between")
@@ -41,12 +39,11 @@ class SimulatedStep:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         run: Callable[[], object],
-        machine: Machine,
     ) -> None:
         self._model, self._optimizer, self._run = model, optimizer, run
-        self.assumptions, self.clock = simulation.Assumptions(), Clock(machine)
+        self.assumptions = simulation.Assumptions()
         self.timeline = list[Moment]()  # the most memory between each two events
-        self._memory = Memory("meta", self._rise, self.clock.compute, self.assumptions.answer)
+        self._memory = Memory("meta", self._rise, self.assumptions.answer)
         self._phase, self._unit = PHASES[0], ""
         self._now: Moment | None = None  # the most since the last event
         self._reduced = collections.deque[str]()  # units whose gradients are to be marked
@@ -100,8 +97,7 @@ class SimulatedStep:
                 mark("gathered", each.storages)
             mark("reducing", [] if buffer is None else [buffer])
         for communicator in self._communicators():
-            self.clock.follow(communicator)
-        self.clock.restart()
+            communicator.traffic.clear()
         self.timeline.clear()
         self._now = None
 
@@ -115,16 +111,10 @@ class SimulatedStep:
     # -- events
 
     def _tell(self, event: int, label: str, error: BaseException | None = None) -> None:
-        if event == events.UNSHARDING:
-            self.clock.gathering = label
-        elif event == events.WAITING:
-            self.clock.wait(label)
-        elif event == events.UNSHARDED:
+        if event == events.UNSHARDED:
             self._enter(self._phase, label)
         elif event == events.REDUCING:
             self._reduced.append(label)
-        elif event == events.REDUCED:
-            self.clock.wait()
         self._mark_gradients()
 
     def _mark_gradients(self) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import dtensor_class
@@ -18,7 +17,6 @@ DispatchMode = TorchDispatchMode  # sees every operation below autograd
 _aten = torch.ops.aten
 # What a fused kernel keeps: the output, and a number for each row. With shapes on meta.
 _ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu
-_ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def join_fake_group(world_size: int) -> None:
@@ -43,23 +41,6 @@ def has_dtensors(types: Iterable[type]) -> bool:
 def asks_for_value(operation: Any) -> bool:
     """True for the operation below ``Tensor.item``, which no meta tensor can answer."""
     return operation is _aten._local_scalar_dense.default
-
-
-def is_view(operation: Any) -> bool:
-    """True if the results share memory with arguments that are not written to."""
-    returned = operation._schema.returns
-    return any(each.alias_info and not each.alias_info.is_write for each in returned)
-
-
-def flops_of(operation: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """Return the floating-point operations of matrix products, convolutions and attention."""
-    packet = operation.overloadpacket
-    if packet is _ATTENTION:
-        return int(flop_counter.sdpa_flop_count(*(each.shape for each in args[:3])))
-    if packet is _ATTENTION_BACKWARD:
-        return int(flop_counter.sdpa_backward_flop_count(*(each.shape for each in args[:4])))
-    count = flop_counter.flop_registry.get(packet)
-    return int(count(*args, **kwargs, out_val=result)) if count is not None else 0
 
 
 def fused_attention(original: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -7,9 +7,9 @@
 The host code of each contender is the real one: it trains on the emulated device of
 tests/support/emulated, which records its operations, events, waits and allocations, and on process
 groups with the semantics of NCCL (one stream per group). The model is small and stands for a large
-one (simulated_models.py). The cost model of the package gives each operation a time, and the
-recorded program is played (tests/support/emulated/play.py): 2 steps of 3, after 2 that are not
-recorded. Figures are the same on every machine and in every run; they are not measurements.
+one (simulated_models.py). The cost model (tests/support/cost_model.py) gives each operation a time,
+and the recorded program is played (tests/support/emulated/play.py): 2 steps of 3, after 2 that are
+not recorded. Figures are the same on every machine and in every run; they are not measurements.
 
 Each row is made in a process of its own. The columns:
 
@@ -67,8 +67,8 @@ from simulated_models import (
 )
 from torch import nn
 
-from fsdp_compat._cost_model import H100
 from tests.support import emulated
+from tests.support.cost_model import H100
 from tests.support.emulated import nccl
 from tests.support.emulated.contention import CONTENTION, SharedMachine, Work
 from tests.support.emulated.play import Played, play

@@ -381,10 +381,14 @@ def test_the_table_has_all_environment_variables() -> None:
 
 def test_the_plan_of_the_recipe_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     code, _ = ALONE
-    exec(code, {})
-    assert re.search(
-        r"One of 8 ranks: .*; units: 9\n.*\nTrue \d+\n", capsys.readouterr().out, re.DOTALL
-    )
+    tried = []
+    for budget in ("80 * 2**30", "0"):
+        names: dict[str, Any] = {}
+        exec(code.replace("80 * 2**30", budget), names)
+        said = capsys.readouterr().out
+        assert re.search(r"One of 8 ranks: .*; units: 9\n.*\n\d+ {'sh", said, re.DOTALL)
+        tried.append(names["settings"].index(names["arguments"]))
+    assert tried == [0, 2]  # the first that fits, or the last
 
 
 # --- what the pages quote -------------------------------------------------------------------------

@@ -1,1 +1,1 @@
-"""Memory and time of a step, predicted without a GPU."""
+"""Memory and traffic of a step, predicted without a GPU."""

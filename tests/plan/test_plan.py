@@ -24,7 +24,6 @@ from fsdp_compat import (
     UsageError,
     fully_shard,
     plan,
-    suggest_policy,
 )
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.__main__ import main
@@ -77,7 +76,7 @@ def on_meta() -> nn.Module:
         return Net()
 
 
-def planned(wrap: Callable[..., nn.Module] = flat, ranks: int = 2, **arguments: Any) -> Plan:
+def planned(wrap: Callable[..., nn.Module] | None = flat, ranks: int = 2, **arguments: Any) -> Plan:
     return plan(on_meta(), ranks, torch.zeros(BATCH, DIM), wrap=wrap, **arguments)
 
 
@@ -144,10 +143,6 @@ def test_state_and_traffic_are_those_of_the_shards(wrap: Callable[..., nn.Module
     kept = 4 * BLOCK_NUMEL + 4 * (NUMEL - LAYERS * BLOCK_NUMEL)
     assert nbytes == pytest.approx((2 * whole - kept) * 3 / 4, rel=0.01)
     assert found.traffic["shard"]["reduce"][0] == LAYERS + 1
-    # 2 per multiply-add; backward twice forward, but none for the input
-    forward = 2 * BATCH * (LAYERS * 8 * DIM * DIM + 10 * DIM)
-    assert found.flops == 3 * forward - 2 * BATCH * 4 * DIM * DIM
-    assert 0 <= found.exposed_s < found.seconds
 
 
 def test_memory_counts_a_storage_once_and_forgets_it() -> None:
@@ -211,25 +206,14 @@ def test_attention_is_fused() -> None:
     assert nn.functional.scaled_dot_product_attention is before
 
 
-def test_suggestion_takes_the_fastest_that_fits_and_gives_advice() -> None:
-    x, model = torch.zeros(BATCH, DIM), on_meta()
+def test_a_plan_fits_where_its_peak_and_the_reserve_do() -> None:
     sizes = {
-        strategy: plan(model, 4, x, auto_wrap_policy="auto", sharding_strategy=strategy).peak.nbytes
+        strategy: planned(None, 4, auto_wrap_policy="auto", sharding_strategy=strategy, reserve=0)
         for strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.FULL_SHARD)
     }
-    assert sizes[ShardingStrategy.FULL_SHARD] < sizes[ShardingStrategy.SHARD_GRAD_OP]
-
-    for strategy, nbytes in sizes.items():
-        suggestion = suggest_policy(model, nbytes, 4, x, reserve=0)
-        assert suggestion.arguments == {"auto_wrap_policy": "auto", "sharding_strategy": strategy}
-        call = (
-            f"FullyShardedDataParallel(model, auto_wrap_policy=auto, sharding_strategy={strategy})"
-        )
-        assert str(suggestion) == f"{call}\n{suggestion.plan}"
-        assert suggestion.plan.fits(nbytes) and not suggestion.advice
-    too_small = suggest_policy(model, 10_000, 4, x, reserve=0)
-    assert not too_small.plan.fits(10_000)
-    assert "are missing" in too_small.advice and too_small.advice in repr(too_small)
+    larger, smaller = sizes.values()
+    assert smaller.fits(smaller.peak.nbytes) and not larger.fits(smaller.peak.nbytes)
+    assert not planned(flat, 4).fits(smaller.peak.nbytes)  # without the default reserve
 
 
 def offloaded(model: nn.Module) -> nn.Module:
@@ -240,7 +224,6 @@ BAD = [
     ({"model": Net()}, "on the meta device", "cpu"),
     ({"wrap": flat, "auto_wrap_policy": "auto"}, "exclude each other", "auto_wrap_policy"),
     ({"world_size": 0}, "needs a rank", "world_size=0"),
-    ({"device": "H1000"}, "no cost model", "'H100'"),
     ({"cpu_offload": CPUOffload(True)}, "cannot be simulated", "leave out cpu_offload"),
     ({"wrap": offloaded}, "cannot be planned", "leave it out"),
 ]

@@ -1,7 +1,7 @@
 """How concurrent kernels, collectives and copies of a step slow each other down.
 
 Concurrent work divides shared resources (``Demand``), to an extent that can be chosen
-(``Contention``). How long each takes alone is known to ``fsdp_compat._cost_model``."""
+(``Contention``). How long each takes alone is known to ``tests.support.cost_model``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from fsdp_compat._cost_model import H100, Link, Machine
+from tests.support.cost_model import H100, Link, Machine
 
 
 class Demand(NamedTuple):

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from fsdp_compat._cost_model import Link, Machine
+from tests.support.cost_model import Link, Machine
 from tests.support.emulated.contention import CONTENTION, Demand, SharedMachine, speeds
 
 ALONE = Machine(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp_compat._cost_model import H100, Link, Machine
+from tests.support.cost_model import H100, Link, Machine
 
 MACHINE = Machine(
     flops=1000.0,
