@@ -1,30 +1,19 @@
 """The public names of the package."""
 
 from fsdp_compat._front_ends.fully_shard.api import (
-    AllGather,
-    Comm,
     CPUOffloadPolicy,
     DataParallelMeshDims,
-    FSDPMeshInfo,
-    HSDPMeshInfo,
     MixedPrecisionPolicy,
     OffloadPolicy,
-    ReduceScatter,
-    ShardPlacementResult,
 )
 from fsdp_compat._front_ends.fully_shard.fully_shard import fully_shard
-from fsdp_compat._front_ends.fully_shard.handles import GradientReductionHandle, UnshardHandle
+from fsdp_compat._front_ends.fully_shard.handles import UnshardHandle
 from fsdp_compat._front_ends.fully_shard.module import (
     FSDPModule,
-    disable_fsdp_module_new_init,
-    get_cls_to_fsdp_cls,
     share_comm_ctx,
 )
 from fsdp_compat._plan import Plan, plan
 from fsdp_compat._state.description import Description, UnitDescription, describe
-from fsdp_compat._state.ema import ShardedEMA
-from fsdp_compat._state.grad_norms import param_grad_norms
-from fsdp_compat._state.whole_parameters import WholeParameterOptimizer
 from fsdp_compat._torch_patches import undo_torch_patches
 from fsdp_compat.api import (
     BackwardPrefetch,
@@ -49,28 +38,24 @@ from fsdp_compat.fully_sharded_data_parallel import (
     OptimStateKeyType,
     register_fsdp_forward_method,
 )
+from fsdp_compat.sharded_grad_scaler import ShardedGradScaler
 
 # last: it reads the names above
 from fsdp_compat._install import install, uninstall  # isort: skip
 
 __all__ = [
-    "AllGather",
     "BackwardPrefetch",
     "CPUOffload",
     "CPUOffloadPolicy",
     "CheckpointError",
-    "Comm",
     "DataParallelMeshDims",
     "Description",
-    "FSDPMeshInfo",
     "FSDPModule",
     "FlatParameter",
     "FsdpCompatError",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "FullyShardedDataParallel",
-    "GradientReductionHandle",
-    "HSDPMeshInfo",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MixedPrecision",
@@ -79,9 +64,7 @@ __all__ = [
     "OptimStateDictConfig",
     "OptimStateKeyType",
     "Plan",
-    "ReduceScatter",
-    "ShardPlacementResult",
-    "ShardedEMA",
+    "ShardedGradScaler",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
     "ShardingStrategy",
@@ -92,13 +75,9 @@ __all__ = [
     "UnitDescription",
     "UnshardHandle",
     "UsageError",
-    "WholeParameterOptimizer",
     "describe",
-    "disable_fsdp_module_new_init",
     "fully_shard",
-    "get_cls_to_fsdp_cls",
     "install",
-    "param_grad_norms",
     "plan",
     "register_fsdp_forward_method",
     "share_comm_ctx",

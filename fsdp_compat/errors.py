@@ -131,13 +131,15 @@ def require_module(module: Any, where: str) -> None:
         raise wrong_type("module", "a torch.nn.Module", module, where)
 
 
-def require_model_and_optimizer(model: Any, optim: Any, where: str) -> None:
+def require_model_and_optimizer(
+    model: Any, optimizer: Any, where: str, name: str = "optim"
+) -> None:
     """Raise UsageError unless these are a module and an optimizer: they are easily swapped."""
     order = "note the order of the arguments"
     if not isinstance(model, nn.Module):
         raise wrong_type("model", f"a torch.nn.Module ({order})", model, where)
-    if not isinstance(optim, torch.optim.Optimizer):
-        raise wrong_type("optim", f"a torch.optim.Optimizer ({order})", optim, where)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise wrong_type(name, f"a torch.optim.Optimizer ({order})", optimizer, where)
 
 
 def require_group(group: Any, where: str) -> None:

@@ -20,7 +20,8 @@ PACKAGE = "fsdp_compat"
 LAYERS = (
     ("fsdp_compat", "__main__", "_public"),
     ("_install", "_diagnose", "_plan"),
-    ("fully_sharded_data_parallel", "sharded_grad_scaler"),
+    ("_fully_shard",),
+    ("fully_sharded_data_parallel", "optim", "sharded_grad_scaler"),
     ("checkpoint", "_torch_patches"),
     ("_front_ends",),
     ("_state",),

@@ -23,7 +23,7 @@ from fsdp_compat import (
     MixedPrecision,
     MixedPrecisionPolicy,
     Plan,
-    ShardedEMA,
+    ShardedGradScaler,
     ShardingStrategy,
     StateDictType,
     UnitDescription,
@@ -31,13 +31,12 @@ from fsdp_compat import (
     checkpoint,
     describe,
     fully_shard,
-    param_grad_norms,
     plan,
     register_fsdp_forward_method,
 )
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.checkpoint import AsyncSave, LoadReport
-from fsdp_compat.sharded_grad_scaler import ShardedGradScaler
+from fsdp_compat.optim import EMA, grad_norms
 from fsdp_compat.wrap import transformer_auto_wrap_policy
 
 FOLDER = Path("runs/7")
@@ -134,13 +133,13 @@ def train(model: nn.Module, batches: list[Tensor], loss: Callable[[Tensor], Tens
     report = LoadReport()
     checkpoint.load_safetensors(FOLDER, model, strict=False, report=report)
     assert_type(report.missing, list[str])
-    ema, scaler = ShardedEMA(model, decay=0.99), ShardedGradScaler(enabled=False)
+    ema, scaler = EMA(model, decay=0.99), ShardedGradScaler(enabled=False)
     saving: AsyncSave | None = None
     for step, batch in enumerate(batches, state["epoch"]):
         scaled = scaler.scale(loss(model(batch)))
         assert_type(scaled, Tensor)
         torch.autograd.backward(scaled)
-        norms = param_grad_norms(model, norm_type=float("inf"))
+        norms = grad_norms(model, norm_type=float("inf"))
         assert_type(norms, dict[str, Tensor])
         scaler.step(optimizer)
         scaler.update()

@@ -74,8 +74,8 @@ def _tried_alone(
             "The optimizer's step failed on a copy of a parameter.",
             expected="an optimizer whose step() needs nothing but gradients",
             got=f"{type(error).__name__}: {error}",
-            where=f"check_optimizer, {ownership.where}",
-            fix="call check_optimizer after the first step",
+            where=f"optim.check, {ownership.where}",
+            fix="call optim.check after the first step",
         ) from error
 
 

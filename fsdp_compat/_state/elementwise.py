@@ -72,7 +72,7 @@ def _unfit(
 
     if not depends_on_shape(make, shape, example.device):
         return ""
-    text = f"fsdp_compat.WholeParameterOptimizer(model, lambda params: {name}(params, ...))"
+    text = f"fsdp_compat.optim.GatheredOptimizer(model, lambda params: {name}(params, ...))"
     fix = f"Use {text}, which steps whole parameters."
     if not _torch_private.is_plain(example):
         return f"{name} needs whole parameters: with DTensors it gathers them, or raises. {fix}"

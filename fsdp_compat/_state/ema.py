@@ -13,7 +13,7 @@ from ..errors import StateError, UsageError, require_module
 from .units import model_units_in, runtimes_of
 
 
-class ShardedEMA:
+class EMA:
     """Averages of the trainable parameters of a sharded model, of either front end.
 
     Each rank averages its own shards, and nothing is sent. Inside ``swap()`` the model has the
@@ -29,13 +29,13 @@ class ShardedEMA:
         as fp32 for bf16 parameters; None: the parameters'.
 
         Collective if it is the first use of the model since fully_shard. Raises UsageError."""
-        require_module(model, "ShardedEMA")
+        require_module(model, "EMA")
         if not 0 <= decay <= 1:
             raise UsageError.of(
                 "decay is out of range.",
                 expected="a number from 0 to 1",
                 got=repr(decay),
-                where="ShardedEMA(...)",
+                where="EMA(...)",
                 fix="pass for example 0.999",
             )
         self.decay, self._model, self._is_swapped = decay, model, False
@@ -52,7 +52,7 @@ class ShardedEMA:
         """Call it after the optimizer's step: average = decay * average + (1 - decay) * parameter.
 
         Raises StateError inside forward or backward."""
-        stores = self._sharded_stores("ShardedEMA.update()")
+        stores = self._sharded_stores("EMA.update()")
         for average, store in zip(self._averages, stores, strict=True):
             average.lerp_(store.shard.detach().to(average.dtype), 1 - self.decay)
 
@@ -62,7 +62,7 @@ class ShardedEMA:
         Values that are not written to come back exactly, whatever the dtypes.
 
         Raises StateError inside forward or backward, and inside another ``swap()``."""
-        stores = self._sharded_stores("ShardedEMA.swap()")
+        stores = self._sharded_stores("EMA.swap()")
         kept = [store.shard.detach().clone() for store in stores]
         for average, store in zip(self._averages, stores, strict=True):
             store.shard.detach().copy_(average)
@@ -71,7 +71,7 @@ class ShardedEMA:
             yield
         finally:
             self._is_swapped = False
-            self._reshard("the end of ShardedEMA.swap()")
+            self._reshard("the end of EMA.swap()")
             for average, store, before in zip(self._averages, stores, kept, strict=True):
                 shard = store.shard.detach()
                 is_written = shard != average.to(shard.dtype)
@@ -87,7 +87,7 @@ class ShardedEMA:
         """Return the averaged stores, with all units sharded."""
         if self._is_swapped:
             raise StateError.of(
-                f"{what} was called inside ShardedEMA.swap(), where the model has the averages.",
+                f"{what} was called inside EMA.swap(), where the model has the averages.",
                 expected="a call outside the context",
                 got="a call inside it",
                 where=what,
@@ -98,9 +98,9 @@ class ShardedEMA:
         if [each.shard.shape for each in stores] != [each.shape for each in self._averages]:
             raise UsageError.of(
                 "The model is no longer the one that is averaged.",
-                expected="the same trainable parameters as when ShardedEMA was made",
+                expected="the same trainable parameters as when the EMA was made",
                 got=f"{len(stores)} shards; there are averages of {len(self._averages)}",
                 where=what,
-                fix="make a ShardedEMA after wrapping, and after the last change of requires_grad",
+                fix="make an EMA after wrapping, and after the last change of requires_grad",
             )
         return stores

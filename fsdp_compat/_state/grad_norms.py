@@ -19,11 +19,11 @@ from .._engine.tensor_parallel import TensorParallel
 from ..errors import StateError, require_module
 from .units import names_of, require_idle, units_of, unmanaged_in
 
-_WHAT = "param_grad_norms"
+_WHAT = "grad_norms"
 
 
 @torch.no_grad()
-def param_grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, Tensor]:
+def grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, Tensor]:
     """Return {name before wrapping: norm of the gradient, 0-d} of all trainable parameters.
 
     The norms are those of the whole gradients, in fp32, and 0 for a parameter without gradient on

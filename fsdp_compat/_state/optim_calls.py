@@ -113,7 +113,7 @@ def optim_state_dict_to_load(
     return loadable
 
 
-def check_optimizer(model: nn.Module, optim: Optimizer) -> list[str]:
+def check(model: nn.Module, optimizer: Optimizer) -> list[str]:
     """Return the states of an optimizer that cannot be resharded, as ``"parameter.state"``; an
     empty list if every state can.
 
@@ -125,16 +125,16 @@ def check_optimizer(model: nn.Module, optim: Optimizer) -> list[str]:
     of the copy fails: call it again after the first real step.
 
     Warns, as the first step does, of an optimizer that is wrong on shards, because its update of a
-    parameter needs the whole: Muon, Adafactor, LARS. ``WholeParameterOptimizer`` is the way out.
+    parameter needs the whole: Muon, Adafactor, LARS. ``GatheredOptimizer`` is the way out.
     """
-    where = "check_optimizer(model, optim)"
-    require_model_and_optimizer(model, optim, where)
-    label = f"the state of {type(optim).__name__}"
-    units, _ = begin(model, "check_optimizer", label, meet=False)
-    cut_state(optim)
-    warn_of_parts(optim, shapes_of_parts(optim), stacklevel=3)
-    ownership = ownership_of(optim.param_groups, label, units, model)
-    states = states_to_be(ownership, optim)
+    where = "optim.check(model, optimizer)"
+    require_model_and_optimizer(model, optimizer, where, "optimizer")
+    label = f"the state of {type(optimizer).__name__}"
+    units, _ = begin(model, "optim.check", label, meet=False)
+    cut_state(optimizer)
+    warn_of_parts(optimizer, shapes_of_parts(optimizer), stacklevel=3)
+    ownership = ownership_of(optimizer.param_groups, label, units, model)
+    states = states_to_be(ownership, optimizer)
     kinds = classify_all({p: s for p, s in states.items() if not ownership.held[p].is_owned})
     return rank_local_names(ownership, kinds)
 

@@ -86,7 +86,7 @@ def form_set(model: nn.Module) -> ExportForm:
 
 def export_optim_state(
     model: nn.Module,
-    optim: Optimizer,
+    optimizer: Optimizer,
     groups: Sequence[Mapping[str, Any]],
     state_dict: Mapping[str, Any] | None,
     form: ExportForm,
@@ -94,25 +94,27 @@ def export_optim_state(
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
     """Return the optimizer's state by names. Collective: one small exchange, and gathers unless the
-    values are boxes. groups: the optimizer's parameter groups. state_dict: of ``optim``; None: take
-    it. group: its rank 0 keeps the result if ``rank0_only``; None: the model's group."""
-    call, label = where.partition("(")[0], f"the state of {type(optim).__name__}"
+    values are boxes. groups: the optimizer's parameter groups. state_dict: of ``optimizer``; None:
+    take it. group: its rank 0 keeps the result if ``rank0_only``; None: the model's group."""
+    call, label = where.partition("(")[0], f"the state of {type(optimizer).__name__}"
     units, all_groups = begin(model, call, label)
     if form.values is Values.WHOLE:
         refuse_extensions(all_groups, call)
     source, problem = None, None
     try:
-        cut_state(optim)
+        cut_state(optimizer)
         ownership = ownership_of(groups, label, units, model)
-        is_own = state_dict is None or isinstance(optim, CompositeOptimizer)
-        source = _source_of(ownership, numbered_state_dict(optim) if is_own else state_dict, where)
+        is_own = state_dict is None or isinstance(optimizer, CompositeOptimizer)
+        source = _source_of(
+            ownership, numbered_state_dict(optimizer) if is_own else state_dict, where
+        )
         if form.first_step:
-            source = source.with_first_states(optim)
+            source = source.with_first_states(optimizer)
     except Exception as error:  # raised later, after the other ranks have been told
         source, problem = None, error
     agreed = _agree(source, all_groups, problem, where)
     assert source is not None
-    warn_of_layout(rank_local_names(source.ownership, source.kinds), optim, stacklevel=4)
+    warn_of_layout(rank_local_names(source.ownership, source.kinds), optimizer, stacklevel=4)
     first = model_units_in(model)[0]
     is_first = first.mesh.is_first if group is None else dist.get_rank(group) == 0
     form = dataclasses.replace(
@@ -121,9 +123,9 @@ def export_optim_state(
     state: dict[str, Any] = {}
     for each in all_groups:
         _GroupStates(each, source, agreed[id(each)], form).add_to(state)
-    if isinstance(optim, CompositeOptimizer):
+    if isinstance(optimizer, CompositeOptimizer):
         state |= _owned_states(source, all_groups, form)
-        groups = [{"names": names} for names in optim.group_names]
+        groups = [{"names": names} for names in optimizer.group_names]
     return _result(source, state, groups, form.to_cpu) if form.keep else {}
 
 
@@ -178,11 +180,11 @@ class _Source:
     param_groups: Sequence[Mapping[str, Any]] | None
     is_dry_run: bool = False  # the optimizer has no state yet: what its first step would create
 
-    def with_first_states(self, optim: Optimizer) -> _Source:
+    def with_first_states(self, optimizer: Optimizer) -> _Source:
         """Add what the first step would create, for optimizers without state."""
         found: dict[nn.Parameter, Mapping[Any, Any]] = {}
-        for each in inner_optimizers(optim):
-            if not each.state and not (each is optim and self.states):
+        for each in inner_optimizers(optimizer):
+            if not each.state and not (each is optimizer and self.states):
                 ownership = dataclasses.replace(self.ownership, groups=each.param_groups)
                 found |= first_states(ownership, each)
         is_dry_run = bool(found) and not self.states

@@ -222,7 +222,7 @@ def _read(
     if any(isinstance(key, int) for key in keys):
         if ownership.has_owners:  # whose numbers differ by rank
             raise CheckpointError.of(
-                "The optimizer state is keyed by numbers, and WholeParameterOptimizer by names.",
+                "The optimizer state is keyed by numbers, and GatheredOptimizer by names.",
                 expected="names of parameters",
                 got="numbers, as torch.optim saves them",
                 where=where,
@@ -328,7 +328,7 @@ def _cut_states(
     for name, entry in entries.items():
         contents = ownership.held[ownership.by_name[name][0]]
         if contents.is_owned:
-            what = "WholeParameterOptimizer cannot load a sharded state."
+            what = "GatheredOptimizer cannot load a sharded state."
             fix = (
                 "load its own state_dict(), or save with FULL_STATE_DICT or fsdp_compat.checkpoint"
             )

@@ -114,9 +114,7 @@ class Exchange:
         axis = self._axis
         sent = torch.empty(0, dtype=torch.uint8, device=self._device)
         sent = torch.cat([sent, *as_bytes([part.contiguous() for part in parts])])
-        received = axis.exchange(
-            sent.to(axis.device), sizes, "the parameters of WholeParameterOptimizer"
-        )
+        received = axis.exchange(sent.to(axis.device), sizes, "the parameters of GatheredOptimizer")
         return received.to(self._device).view(self._dtype)
 
 

@@ -37,7 +37,6 @@ Used by all:
 - ``_optimizers``: whether the ranks' optimizers match; ``_progress``: the progress bar
 """
 
-from .._state.optim_calls import check_optimizer
 from ._directory import latest
 from ._full import iter_full_state_dict
 from ._load import LoadReport, load, load_safetensors
@@ -61,7 +60,6 @@ __all__ = [
     "ValueDifference",
     "Verification",
     "async_save",
-    "check_optimizer",
     "convert",
     "diff",
     "inspect",

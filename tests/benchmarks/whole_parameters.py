@@ -1,5 +1,5 @@
 """What a step of Muon sends: on DTensors of torch's FSDP2 and of fully_shard, and by
-WholeParameterOptimizer. Counted on one simulated rank of 8 (a fake process group), per step:
+GatheredOptimizer. Counted on one simulated rank of 8 (a fake process group), per step:
 
     python tests/benchmarks/whole_parameters.py    (fsdp_compat installed, or PYTHONPATH=.)
 
@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_compat import WholeParameterOptimizer, fully_shard
+from fsdp_compat import fully_shard
+from fsdp_compat.optim import GatheredOptimizer
 
 RANKS, MATRICES, SIZE = 8, 8, 256
 
@@ -73,7 +74,7 @@ def main() -> None:
     for name, shard, optimizer_of in (
         ("Muon, FSDP2", lambda m: torch_fully_shard(m, mesh=mesh), lambda m: muon(m.parameters())),
         ("Muon, fully_shard", fully_shard, lambda m: muon(m.parameters())),
-        ("WholeParameterOptimizer", fully_shard, lambda m: WholeParameterOptimizer(m, muon)),
+        ("GatheredOptimizer", fully_shard, lambda m: GatheredOptimizer(m, muon)),
     ):
         counted = step_of(shard, optimizer_of)
         print(f"{name:42}{counted.collectives:11}  {counted.nbytes / numel:.2f}")

@@ -18,14 +18,13 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import (
-    ShardedEMA,
     ShardingStrategy,
     StateError,
     UsageError,
     checkpoint,
     fully_shard,
-    param_grad_norms,
 )
+from fsdp_compat.optim import EMA, grad_norms
 from tests.support.live_bytes import LiveBytes
 from tests.support.ranks import on_ranks
 
@@ -110,7 +109,7 @@ def test_averages_are_those_of_the_unsharded_model(
     train(plain, lambda: averaged.update_parameters(plain))
     expected = {name: value.detach() for name, value in averaged.module.state_dict().items()}
     model = LAYOUTS[layout](Net())
-    ema = ShardedEMA(model, DECAY)
+    ema = EMA(model, DECAY)
     train(model, ema.update)
     live = whole(model)
 
@@ -122,7 +121,7 @@ def test_averages_are_those_of_the_unsharded_model(
     assert all(torch.equal(value, live[name]) for name, value in whole(model).items())
 
     other = LAYOUTS["rows" if layout == "flat" else "flat"](Net())
-    its = ShardedEMA(other, DECAY)
+    its = EMA(other, DECAY)
     with its.swap():
         checkpoint.load(checkpoint.latest(shared(tmp_path)), other)
     assert_near(whole(other), Net().state_dict())
@@ -140,7 +139,7 @@ def shared(path: Path) -> Path:
 @on_ranks(2)
 def test_averages_have_a_dtype_of_their_own_and_refuse_what_they_cannot_do() -> None:
     model = flat(Net().bfloat16())
-    ema = ShardedEMA(model, 0.5, dtype=torch.float32)
+    ema = EMA(model, 0.5, dtype=torch.float32)
     before = whole(model)
     with torch.no_grad(), FSDP.summon_full_params(model):
         model.head.bias.add_(1 / 64)
@@ -149,7 +148,7 @@ def test_averages_have_a_dtype_of_their_own_and_refuse_what_they_cannot_do() -> 
         change = whole(model)["head.bias"] - before["head.bias"]
     assert change.float().abs().max() > 0
     with pytest.raises(UsageError, match="decay is out of range"):
-        ShardedEMA(model, 1.5)
+        EMA(model, 1.5)
     loss = model(batch(0).bfloat16()).sum()
     loss.register_hook(lambda _: ema.update())
     with pytest.raises(StateError, match="update"):
@@ -168,7 +167,7 @@ def test_parameters_and_averages_come_back_exactly_from_a_swap(
 ) -> None:
     model = LAYOUTS[layout](Net().to(dtype))
     trainable = [each for each in model.parameters() if each.requires_grad]
-    swapped, left_alone = (ShardedEMA(model, DECAY, dtype=of_averages) for _ in "ab")
+    swapped, left_alone = (EMA(model, DECAY, dtype=of_averages) for _ in "ab")
 
     def update() -> None:
         before = whole(model)
@@ -178,7 +177,7 @@ def test_parameters_and_averages_come_back_exactly_from_a_swap(
             for parameter in trainable:
                 parameter.requires_grad_(False)
             for call in (swapped.update, swapped.swap().__enter__):
-                with pytest.raises(StateError, match="inside ShardedEMA"):
+                with pytest.raises(StateError, match="inside EMA"):
                     call()
         for parameter in trainable:
             parameter.requires_grad_(True)
@@ -214,7 +213,7 @@ def assert_exact(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 @on_ranks(1)
 def test_an_update_casts_one_shard_at_a_time() -> None:
     model = flat(nn.ModuleList(nn.Sequential(nn.Linear(64, 64)) for _ in range(8)).bfloat16())
-    ema = ShardedEMA(model, dtype=torch.float32)
+    ema = EMA(model, dtype=torch.float32)
     with LiveBytes() as live:
         before = live.now()
         ema.update()
@@ -235,7 +234,7 @@ def test_norms_are_those_of_the_unsharded_model(world_size: int, layout: str) ->
             for name, each in plain.named_parameters(remove_duplicate=False)
             if each.requires_grad
         }
-        assert_near(param_grad_norms(model, norm_type), expected)
+        assert_near(grad_norms(model, norm_type), expected)
 
 
 @pytest.mark.parametrize("layout", ["original", "original, unmanaged", "rows", "rows, unmanaged"])
@@ -262,7 +261,7 @@ def test_norms_are_those_of_whole_gradients_with_tensor_parallelism(
         each(batch(0)).square().mean().backward()
     for norm_type in (2.0, 1.0, math.inf):
         expected = {name: p.grad.norm(norm_type) for name, p in plain.named_parameters()}
-        assert_near(param_grad_norms(model, norm_type), expected)
+        assert_near(grad_norms(model, norm_type), expected)
     if isinstance(model, FSDP):
         total = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
         torch.testing.assert_close(model.clip_grad_norm_(0.1), total)
@@ -274,10 +273,10 @@ def test_gradients_that_are_not_reduced_have_no_norms_yet() -> None:
     with model.no_sync():
         model(batch(0)).sum().backward()
     with pytest.raises(StateError, match="not reduced yet"):
-        param_grad_norms(model)
+        grad_norms(model)
     model(batch(0)).sum().backward()
-    assert param_grad_norms(model)["head.bias"] > 0
+    assert grad_norms(model)["head.bias"] > 0
     with pytest.raises(UsageError, match="module"):
-        param_grad_norms(3)  # type: ignore[arg-type]
+        grad_norms(3)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="norm_type"):
-        param_grad_norms(model, -1.0)
+        grad_norms(model, -1.0)

@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from fsdp_compat._state.optim_calls import check_optimizer
+from fsdp_compat import optim
 from fsdp_compat._state.optim_contents import StateKind, classify, classify_all
 from fsdp_compat._state.units import clean_name
 from fsdp_compat.errors import CheckpointError, StateError
@@ -349,22 +349,22 @@ def test_the_first_dict_warns_once_about_all_rank_local_states() -> None:
 
 
 @on_ranks(2)
-def test_check_optimizer_works_before_training_and_changes_nothing() -> None:
+def test_a_check_works_before_training_and_changes_nothing() -> None:
     for config in CONFIGS:
         model = shard(make_model(), config)
         for make in OPTIMIZERS.values():
-            assert check_optimizer(model, make(model.parameters())) == []
+            assert optim.check(model, make(model.parameters())) == []
         factored = torch.optim.Adafactor(model.parameters())
         expected = (
             {"embed.weight.row_var", "embed.weight.col_var"} if config[0] == "NO_SHARD" else set()
         )
-        assert expected <= set(check_optimizer(model, factored))
+        assert expected <= set(optim.check(model, factored))
         optimizer = Blocks(model.parameters())
         torch.optim.lr_scheduler.StepLR(optimizer, 1)  # it puts a step of its own on the optimizer
         optimizer.register_step_pre_hook(lambda *_: pytest.fail("hooks see real steps only"))
         before = [p.detach().clone() for p in model.parameters()]
         seed = torch.get_rng_state()
-        found = check_optimizer(model, optimizer)
+        found = optim.check(model, optimizer)
         assert set(found) == {
             f"{name}.{key}" for name, _ in make_model().named_parameters() for key in RANK_LOCAL
         }
@@ -373,7 +373,7 @@ def test_check_optimizer_works_before_training_and_changes_nothing() -> None:
         assert all(map(torch.equal, model.parameters(), before))
         assert all(p.grad is None for p in model.parameters())
         with refuses(StateError, "no closure"):
-            check_optimizer(model, NeedsClosure(model.parameters()))
+            optim.check(model, NeedsClosure(model.parameters()))
         optimizer = Blocks(model.parameters())
         train(model, optimizer, range(1))
-        assert sorted(check_optimizer(model, optimizer)) == sorted(found)
+        assert sorted(optim.check(model, optimizer)) == sorted(found)

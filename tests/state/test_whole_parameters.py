@@ -29,10 +29,10 @@ from fsdp_compat import (
     StateDictType,
     StateError,
     UsageError,
-    WholeParameterOptimizer,
     _torch_private,
     checkpoint,
     fully_shard,
+    optim,
 )
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat._comm.backend import BackendTransport
@@ -41,6 +41,7 @@ from fsdp_compat._comm.transport import Transport
 from fsdp_compat._comm.two_stages import TwoStages
 from fsdp_compat._engine.group import Group
 from fsdp_compat._state.units import model_units_in
+from fsdp_compat.optim import GatheredOptimizer
 from fsdp_compat.sharded_grad_scaler import ShardedGradScaler
 from tests.support.cases import about
 from tests.support.hosts import hosts
@@ -136,8 +137,8 @@ def beside(model: nn.Module, make: Callable[[Any], Optimizer]) -> Together:
     return Together(make(chosen), adamw([p for n, p in named if not is_matrix(n, tuple(p.shape))]))
 
 
-def sharded(model: nn.Module, make: Callable[[Any], Optimizer]) -> WholeParameterOptimizer:
-    return WholeParameterOptimizer(model, make, is_matrix, adamw)
+def sharded(model: nn.Module, make: Callable[[Any], Optimizer]) -> GatheredOptimizer:
+    return GatheredOptimizer(model, make, is_matrix, adamw)
 
 
 def batch(step: int) -> Tensor:
@@ -193,7 +194,7 @@ def test_steps_are_those_of_one_process(world_size: int, layout: str) -> None:
 def test_everything_is_stepped_whole_by_default(layout: str) -> None:
     plain, model = Net(), LAYOUTS[layout](Net())
     train(plain, adafactor([p for p in plain.parameters() if p.requires_grad]))
-    optimizer = WholeParameterOptimizer(model, adafactor)
+    optimizer = GatheredOptimizer(model, adafactor)
     train(model, optimizer)
     assert_near(values(model), plain.state_dict(), is_exact=True)
     assert optimizer.unselected == []
@@ -349,7 +350,7 @@ def test_parameters_outside_of_units_are_stepped_where_they_are() -> None:
 @on_ranks(2)
 def test_the_rest_is_for_an_optimizer_of_your_own() -> None:
     model = original(Net())
-    whole = WholeParameterOptimizer(model, muon, is_matrix)
+    whole = GatheredOptimizer(model, muon, is_matrix)
     rest, scaler = adamw(whole.unselected), ShardedGradScaler("cpu")
     for step in range(4):
         scaler.scale(model(batch(step)).square().mean()).backward()
@@ -387,7 +388,7 @@ def test_attributes_momentum_schedules_and_state_of_no_parameter_are_kept(layout
 
     made: list[Optimizer] = []
     plain, model = with_factors(), LAYOUTS[layout](with_factors())
-    whole = WholeParameterOptimizer(model, scaled)
+    whole = GatheredOptimizer(model, scaled)
     assert whole.optimizers[0] is made[-1]
     one = scaled([p for p in plain.parameters() if p.requires_grad])
     for net, optimizer in ((plain, one), (model, whole)):
@@ -399,7 +400,7 @@ def test_attributes_momentum_schedules_and_state_of_no_parameter_are_kept(layout
     with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # state that belongs to no parameter is copied
         state = FSDP.optim_state_dict(model, whole)
-        again = WholeParameterOptimizer(model, scaled)
+        again = GatheredOptimizer(model, scaled)
         again.load_state_dict(FSDP.optim_state_dict_to_load(model, again, state))
     assert again.state["steps"] == 3
 
@@ -420,17 +421,17 @@ def test_state_that_constructors_make_is_saved(tmp_path: Path) -> None:
     rest = [p for p in plain.parameters() if p.requires_grad and p is not first]
     train(plain, Together(muon([first]), adagrad(rest)))
     model, other = original(Net()), original(Net())
-    optimizer = WholeParameterOptimizer(model, muon, is_first, adagrad)
+    optimizer = GatheredOptimizer(model, muon, is_first, adagrad)
     train(model, optimizer, (0, 1))
     for way in WAYS:
         folder = folders[0] / way
         save(way, folder, model, optimizer)
-        loading = WholeParameterOptimizer(other, muon, is_first, adagrad)
+        loading = GatheredOptimizer(other, muon, is_first, adagrad)
         load(way, folder, other, loading)
         train(other, loading, (2, 3))
         with about(way):
             assert_near(values(other), plain.state_dict(), is_exact=True)
-    adagrads = WholeParameterOptimizer(original(Net()), adagrad, is_first)
+    adagrads = GatheredOptimizer(original(Net()), adagrad, is_first)
     checkpoint.save(folders[0] / "adagrads", adagrads._model, adagrads, step=1)
 
 
@@ -465,7 +466,7 @@ def _full(model: nn.Module) -> Any:
     return FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT)
 
 
-def save(way: str, folder: Path, model: nn.Module, optimizer: WholeParameterOptimizer) -> None:
+def save(way: str, folder: Path, model: nn.Module, optimizer: GatheredOptimizer) -> None:
     checkpoint.save(folder, model, optimizer if way == "checkpoint" else None, step=2)
     if way == "dcp":
         dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=folder / "dcp")
@@ -477,7 +478,7 @@ def save(way: str, folder: Path, model: nn.Module, optimizer: WholeParameterOpti
             torch.save(state, folder / "optimizer.pt")
 
 
-def load(way: str, folder: Path, model: nn.Module, optimizer: WholeParameterOptimizer) -> None:
+def load(way: str, folder: Path, model: nn.Module, optimizer: GatheredOptimizer) -> None:
     path = checkpoint.latest(folder)
     assert path is not None
     checkpoint.load(path, model, optimizer if way == "checkpoint" else None)
@@ -498,10 +499,8 @@ def load(way: str, folder: Path, model: nn.Module, optimizer: WholeParameterOpti
 @each_layout
 @on_ranks(2)
 def test_a_rank_may_own_nothing(layout: str, tmp_path: Path) -> None:
-    def optimizer_of(model: nn.Module) -> WholeParameterOptimizer:
-        return WholeParameterOptimizer(
-            model, muon, lambda name, _: name == "layers.1.up.weight", sgd
-        )
+    def optimizer_of(model: nn.Module) -> GatheredOptimizer:
+        return GatheredOptimizer(model, muon, lambda name, _: name == "layers.1.up.weight", sgd)
 
     def sgd(params: Any) -> Optimizer:
         return torch.optim.SGD(params, 0.1)
@@ -532,7 +531,7 @@ def test_state_of_shards_and_of_whole_parameters_load_into_each_other(
     dist.all_gather_object(folders, tmp_path)
     for number in (0, 1):
         model, other = LAYOUTS[layout](Net()), LAYOUTS[layout](Net())
-        pair = [(model, adamw(model.parameters())), (other, WholeParameterOptimizer(other, adamw))]
+        pair = [(model, adamw(model.parameters())), (other, GatheredOptimizer(other, adamw))]
         (saving, its), (loading, optimizer) = pair if number == 0 else pair[::-1]
         train(saving, its, (0, 1))
         path = checkpoint.save(folders[0] / str(number), saving, its, step=2)
@@ -614,7 +613,7 @@ def other_choice(name: str, shape: tuple[int, ...]) -> bool:
     return len(shape) == 2 and (dist.get_rank() == 0 or "up" not in name)
 
 
-# arguments of WholeParameterOptimizer after the model, and words of the error on ranks 0 and 1
+# arguments of GatheredOptimizer after the model, and words of the error on ranks 0 and 1
 REFUSED: dict[str, tuple[Any, str, str]] = {
     "all together": ((lambda p: Clipped(p, 0.1),), "Clipped depend on all parameters", ""),
     "raises": ((raises_on_rank_1, is_matrix), "could not be made on all ranks", "no optimizer"),
@@ -634,12 +633,12 @@ def test_what_cannot_be_right_is_refused_on_all_ranks() -> None:
         error = (UsageError, ArithmeticError) if case == "raises" else UsageError
         text = words[dist.get_rank()] or words[0]
         with about(case), pytest.raises(error, match=text):
-            WholeParameterOptimizer(model, *arguments)
+            GatheredOptimizer(model, *arguments)
         train(model, torch.optim.SGD(model.parameters(), 0.1), range(1))
     with pytest.raises(UsageError, match="pass others="):
-        WholeParameterOptimizer(flat(Net()), muon, is_matrix)
+        GatheredOptimizer(flat(Net()), muon, is_matrix)
     with pytest.raises(UsageError, match="not wrapped"):
-        WholeParameterOptimizer(Net(), muon)
+        GatheredOptimizer(Net(), muon)
 
 
 @on_ranks(4)
@@ -650,10 +649,8 @@ def test_tensor_parallel_parameters_are_refused_unless_left_out() -> None:
     model.layers[0] = nn.Sequential(model.layers[0].up)
     fully_shard(model, mesh=mesh["dp"])
     with pytest.raises(UsageError, match="Tensor parallelism cuts"):
-        WholeParameterOptimizer(model, muon, is_matrix, adamw)
-    WholeParameterOptimizer(
-        model, muon, lambda n, s: is_matrix(n, s) and "layers.0" not in n, adamw
-    )
+        GatheredOptimizer(model, muon, is_matrix, adamw)
+    GatheredOptimizer(model, muon, lambda n, s: is_matrix(n, s) and "layers.0" not in n, adamw)
 
 
 @on_ranks(2)
@@ -708,19 +705,19 @@ def test_optimizers_that_are_wrong_on_shards_are_recognised(layout: str) -> None
     model = LAYOUTS[layout](Net())
     if layout == "rows":
         with pytest.warns(UserWarning, match="Layered needs whole parameters: with DTensors"):
-            checkpoint.check_optimizer(model, Layered(model.parameters()))
+            optim.check(model, Layered(model.parameters()))
     else:
         (text,) = told(Layered(model.parameters()), model)
-        assert "WholeParameterOptimizer(model, lambda params: Layered(" in text
+        assert "GatheredOptimizer(model, lambda params: Layered(" in text
         (text,) = told(Clipped(model.parameters(), 0.0), model)
         assert "needs all parameters at once" in text
         with pytest.warns(UserWarning, match="Layered is wrong on shards"):
-            checkpoint.check_optimizer(model, Layered(model.parameters()))
+            optim.check(model, Layered(model.parameters()))
     for make in (adamw, lambda p: torch.optim.SGD(p, 0.1)):
         assert told(make(model.parameters()), model) == []
-    whole = WholeParameterOptimizer(model, Layered)
+    whole = GatheredOptimizer(model, Layered)
     assert told(whole, model) == []
-    assert checkpoint.check_optimizer(model, whole) == []
+    assert optim.check(model, whole) == []
 
 
 @on_ranks(3)
@@ -728,7 +725,7 @@ def test_owned_states_are_sent_to_the_rank_that_keeps_them_one_owner_at_a_time()
     torch.manual_seed(0)
     layers = (nn.Linear(64, 64, bias=False) for _ in range(6))
     model = FSDP(nn.Sequential(*layers), use_orig_params=True)
-    optimizer = WholeParameterOptimizer(model, adamw)
+    optimizer = GatheredOptimizer(model, adamw)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()

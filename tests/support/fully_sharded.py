@@ -26,7 +26,7 @@ from tests.support.parity import Pair, seeded, sgd, square, whole
 
 # where each library keeps names that are not at its top level
 _ELSEWHERE = {
-    "ours": ("fsdp_compat",),
+    "ours": ("fsdp_compat", "fsdp_compat._fully_shard"),
     "torch": (
         "torch.distributed.fsdp",
         "torch.distributed.fsdp._fully_shard",

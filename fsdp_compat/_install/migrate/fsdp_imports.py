@@ -89,7 +89,7 @@ def _can_move(source: Source, alias: ast.alias, new: str, uses: Uses) -> bool:
     fits = True
     for chain, origin, full in uses.get(alias, ()):
         is_read = full == origin or isinstance(chain.ctx, ast.Load)
-        if not is_read or not f"{ours(full)}.".startswith(f"{new}."):
+        if not is_read or ours(full) != new + full[len(origin) :]:
             source.report(chain, full, _NOT_HERE)
             fits = False
     return fits
@@ -199,11 +199,13 @@ def ours(name: str) -> str | None:
     """Return our name for a full name of torch's, of a module or of something in it."""
     parts = name.removeprefix(IN_PLACE).removeprefix(FSDP).split(".")[1:]
     if name.startswith(IN_PLACE) or parts[:1] == ["_fully_shard"]:
-        # names of FSDP2 are all in our package; torch has them in modules below that of the name
+        # torch has names of FSDP2 in modules below that of the name
         while len(parts) > 1 and (parts[0].startswith("_") or parts[1] in _names_of("")):
             parts = parts[1:]
         if parts[:1] == ["fully_shard_module"] or (parts and parts[0].startswith("_f")):
             return PACKAGE
+        if parts and parts[0] in _names_of("_fully_shard") - _names_of(""):
+            return ".".join([PACKAGE, "_fully_shard", *parts])
     module = parts.pop(0) if parts and parts[0] in _MODULES else ""
     home = f"{PACKAGE}.{module}" if module else PACKAGE
     if not parts:

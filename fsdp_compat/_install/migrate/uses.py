@@ -39,14 +39,14 @@ _OF_DDP = {
 }
 _CLASSES = {
     "DataParallel": "start one process per device",
-    "AveragedModel": "use fsdp_compat.ShardedEMA(model)",
+    "AveragedModel": "use fsdp_compat.optim.EMA(model)",
     "Join": "give all ranks the same number of batches",
     "ZeroRedundancyOptimizer": "use the optimizer in it",
 }
 _SHAPE = {"dim", "ndim", "ndimension", "shape", "size"}
 _PARTS = "a wrapped model's parameters have one dim, that of this rank's part"
 _ABOVE = "choose them by shape above the wrapping: use_orig_params=True keeps the objects"
-_AVERAGES = "use ShardedEMA: inside its swap() the model's state dict has the averages by its names"
+_AVERAGES = "use optim.EMA: inside its swap() the model's state dict has the averages by its names"
 _REGISTER = "register_fsdp_forward_method"
 _INSIDE = "the module inside a wrapped model has only this rank's part of the parameters"
 _ON_ALL = "on all ranks, above any condition"
@@ -104,7 +104,7 @@ class Uses:
             if fix is not None:
                 self._source.report(call, what, f"it does not know FSDP; {fix}")
             elif name.startswith("torch.") and name.endswith(".GradScaler"):
-                why = "it runs; ShardedGradScaler of fsdp_compat.sharded_grad_scaler also skips"
+                why = "it runs; fsdp_compat.ShardedGradScaler also skips"
                 self._source.note(call, what, f"{why} a step on all ranks if one rank has to")
         if isinstance(call.func, ast.Attribute) and not what:
             self._unknown_state(call, call.func.attr, self._source.code(call.func.value))

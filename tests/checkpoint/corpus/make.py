@@ -31,7 +31,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import fsdp_compat
-from fsdp_compat import WholeParameterOptimizer, checkpoint
+from fsdp_compat import checkpoint
+from fsdp_compat.optim import GatheredOptimizer
 from tests.checkpoint.corpus import content
 from tests.support import checkpoints
 from tests.support.ranks import run_ranks
@@ -349,7 +350,7 @@ def make_clients(folder: Path) -> Entries:
 
 def _save_whole(kind: str, path: Path) -> None:
     model, _ = ours(kind)
-    optimizer = WholeParameterOptimizer(model, lambda own: torch.optim.Adam(own, lr=0.125))
+    optimizer = GatheredOptimizer(model, lambda own: torch.optim.Adam(own, lr=0.125))
     for parameter in optimizer.trained:
         parameter.grad = parameter.detach() * 0.5 + 0.25
     optimizer.step()

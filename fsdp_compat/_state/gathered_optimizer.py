@@ -36,16 +36,16 @@ from .trials import depends_on_others, small_shape
 from .units import NamedUnit, model_units_in, names_before, names_of, runtimes_of, units_of
 from .whole_exchange import Exchange, Place, owners_of
 
-_WHAT = "WholeParameterOptimizer"
+_WHAT = "GatheredOptimizer"
 Make = Callable[[list[nn.Parameter]], Optimizer]
 Select = Callable[[str, tuple[int, ...]], bool]
 
 
-class WholeParameterOptimizer(CompositeOptimizer):
+class GatheredOptimizer(CompositeOptimizer):
     """Step whole parameters of a sharded model, with any optimizer that updates each parameter on
     its own: Muon, Shampoo, SOAP, Adafactor, LAMB.
 
-        optimizer = WholeParameterOptimizer(
+        optimizer = GatheredOptimizer(
             model,
             lambda params: torch.optim.Muon(params, lr=0.02),
             select=lambda name, shape: len(shape) == 2 and "embed" not in name,
