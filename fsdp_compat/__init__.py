@@ -1,18 +1,36 @@
-"""FullyShardedDataParallel and fully_shard with the API of torch.distributed.fsdp, on any device
-that torch.distributed supports.
+"""Shard the training of large PyTorch models, with the API of torch.distributed.fsdp.
 
-The names come from `_public`, which is imported at once, but by the command fsdp-compat only when
-the first is used: its ``--help`` needs no torch."""
+Training
+    FullyShardedDataParallel    wrap a model (FSDP1); `wrap` has policies for its units
+    fully_shard                 shard modules in place (FSDP2)
+    ShardedGradScaler           scale losses for float16
+    optim                       optimizers that need whole parameters, averages, gradient norms
 
-import sys
+Before and after training
+    plan                        memory and traffic of a step, without a GPU or a process group
+    describe                    how a model is sharded
+    checkpoint                  save, load, inspect and convert checkpoints
+    install, uninstall          run code that imports torch.distributed.fsdp on this package
+
+The other names are configurations, enums and results. Most have torch's names and meaning. All
+errors derive from FsdpCompatError. The command fsdp-compat has --help.
+"""
+
+import pkgutil
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ._version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from . import api as api
+    from . import checkpoint as checkpoint
+    from . import errors as errors
+    from . import fully_sharded_data_parallel as fully_sharded_data_parallel
+    from . import optim as optim
+    from . import sharded_grad_scaler as sharded_grad_scaler
+    from . import wrap as wrap
     from ._public import *  # noqa: F403
     from ._public import __all__ as __all__
 else:
@@ -28,14 +46,5 @@ else:
         return value
 
     def __dir__() -> list[str]:
-        return __getattr__("__all__")
-
-    def _is_command() -> bool:
-        """True while the command imports the package, also as ``python -m``."""
-        program, given = sys.argv[0] if sys.argv else "", sys.orig_argv
-        if program == "-m" and "-m" in given:
-            return given[given.index("-m") + 1] == __name__
-        return Path(program).name.startswith("fsdp-compat")
-
-    if not _is_command():
-        import_module(f"{__name__}._public")
+        modules = [each.name for each in pkgutil.iter_modules(__path__)]  # noqa: F405
+        return sorted([*__getattr__("__all__"), *(x for x in modules if not x.startswith("_"))])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import pydoc
 
+import fsdp_compat
 from tests.support.programs import python
 
 PROGRAM = """
@@ -18,7 +20,7 @@ def import_api_and_wrap():
     return loaded("fsdp")
 
 def import_all():
-    import fsdp_compat
+    from fsdp_compat import FSDPModule
     return loaded("fsdp", "checkpoint", "tensor") + compiler()
 
 def step():
@@ -69,6 +71,7 @@ def changed(before, after):
 
 before = looks()
 import fsdp_compat
+fsdp_compat.install  # all names come with the first
 found = [changed(before, looks())]
 store = torch.distributed.HashStore()
 torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -89,3 +92,29 @@ def test_importing_loads_nothing_heavy_and_the_first_wrapped_model_changes_torch
     assert loaded == [[name, []] for name in calls]
     everything = list(range(11))
     assert changed == [[], everything, [], everything, []]
+
+
+LAZY = """
+import sys
+import fsdp_compat
+assert "torch" not in sys.modules
+names = dir(fsdp_compat)
+for name in ("checkpoint", "optim"):
+    assert getattr(fsdp_compat, name) is sys.modules[f"fsdp_compat.{name}"] and name in names
+assert not hasattr(fsdp_compat, "no_such_name") and not hasattr(fsdp_compat, "_no_such_name")
+"""
+
+
+def test_the_package_is_lazy_in_every_program_and_knows_its_modules() -> None:
+    python("-c", LAZY)
+
+
+def test_dir_and_help_show_the_names_and_the_modules() -> None:
+    shown = dir(fsdp_compat)
+    assert {*fsdp_compat.__all__, "checkpoint", "errors", "optim", "wrap"} <= set(shown)
+    assert not any(name.startswith("_") for name in shown)
+    assert len(shown) <= 46
+    text = pydoc.render_doc(fsdp_compat, renderer=pydoc.plaintext)
+    summary, _, contents = text.partition("PACKAGE CONTENTS")
+    for name in ("FullyShardedDataParallel", "fully_shard", "plan", "checkpoint", "optim"):
+        assert name in summary and name in contents

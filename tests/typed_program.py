@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from typing_extensions import assert_type
 
+import fsdp_compat
 from fsdp_compat import (
     CPUOffload,
     Description,
@@ -36,7 +37,6 @@ from fsdp_compat import (
 )
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.checkpoint import AsyncSave, LoadReport
-from fsdp_compat.optim import EMA, grad_norms
 from fsdp_compat.wrap import transformer_auto_wrap_policy
 
 FOLDER = Path("runs/7")
@@ -133,13 +133,14 @@ def train(model: nn.Module, batches: list[Tensor], loss: Callable[[Tensor], Tens
     report = LoadReport()
     checkpoint.load_safetensors(FOLDER, model, strict=False, report=report)
     assert_type(report.missing, list[str])
-    ema, scaler = EMA(model, decay=0.99), ShardedGradScaler(enabled=False)
+    ema = fsdp_compat.optim.EMA(model, decay=0.99)  # no import names this module
+    scaler = ShardedGradScaler(enabled=False)
     saving: AsyncSave | None = None
     for step, batch in enumerate(batches, state["epoch"]):
         scaled = scaler.scale(loss(model(batch)))
         assert_type(scaled, Tensor)
         torch.autograd.backward(scaled)
-        norms = grad_norms(model, norm_type=float("inf"))
+        norms = fsdp_compat.optim.grad_norms(model, norm_type=float("inf"))
         assert_type(norms, dict[str, Tensor])
         scaler.step(optimizer)
         scaler.update()

@@ -306,6 +306,7 @@ def test_a_torch_that_is_too_old_is_refused(launcher: Launcher, tmp_path: Path) 
     program = """
         import torch
         import fsdp_compat
+        fsdp_compat.install  # loads what looks at the version
         torch.__version__ = "2.9.1+cu128"
         try:
             fsdp_compat.install()
@@ -325,6 +326,8 @@ def test_defects_of_clients_are_fixed_unless_that_is_declined(
         def watched():
             return {getattr(each, "name", "").partition(".")[0] for each in sys.meta_path}
         clients = {"peft", "accelerate"}
+        assert not watched() & clients
+        from fsdp_compat import FullyShardedDataParallel
         assert clients <= watched(), "swapped imports get the same"
         fsdp_compat.uninstall()
         assert not watched() & clients
@@ -357,7 +360,8 @@ def test_a_client_of_any_version_is_fixed_where_it_is_used(
     for path in (folder.parent / "__init__.py", folder / "__init__.py"):
         path.write_text("from peft.utils.save_and_load import *\n")
     (folder / "save_and_load.py").write_text(CLIENT)
-    first = "import peft, torch.distributed as dist" if is_imported_before else "import fsdp_compat"
+    is_first, is_later = "import peft", "from fsdp_compat import FSDPModule"
+    first = is_first if is_imported_before else is_later
     program = f"""
         sys.path.insert(0, {str(tmp_path)!r})
         warnings.simplefilter("error")
@@ -389,7 +393,7 @@ def test_a_fix_without_its_function_is_a_warning_and_not_called_fixed(
     program = f"""
         import logging
         sys.path.insert(0, {str(tmp_path)!r})
-        import fsdp_compat
+        from fsdp_compat import FSDPModule
         logger, logged = logging.getLogger("fsdp_compat.install"), []
         logger.setLevel(logging.INFO)
         handler = logging.Handler()

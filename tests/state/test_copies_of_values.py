@@ -193,7 +193,7 @@ def _write_files(directory: str) -> list[float]:
 
 READ = """
 import json, sys
-import fsdp_compat
+from fsdp_compat import checkpoint
 import torch
 import torch.distributed.tensor  # as torch.load asks for where a file holds DTensors
 from torch.serialization import get_safe_globals

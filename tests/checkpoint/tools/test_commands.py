@@ -438,7 +438,6 @@ def test_a_misspelled_command_or_option_is_suggested(
 
 PROGRAM = """
 import contextlib, io, sys
-sys.argv[0] = "fsdp-compat"
 import fsdp_compat.__main__
 try:
     with contextlib.redirect_stdout(io.StringIO()):
