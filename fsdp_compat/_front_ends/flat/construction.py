@@ -45,7 +45,7 @@ from .settings import Settings, resolve
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class WrappingPlan:
     """The units that wrapping a module will make."""
 
     root: nn.Module
@@ -58,7 +58,7 @@ class Plan:
     places: Mapping[nn.Module, Sequence[tuple[nn.Module, str]]]  # (parent, name) of each unit
 
 
-def plan(module: nn.Module, policy: Any, kwargs: Mapping[str, Any]) -> Plan:
+def plan(module: nn.Module, policy: Any, kwargs: Mapping[str, Any]) -> WrappingPlan:
     """Decide which units to make in ``module``, and which parameters each of them owns. kwargs: the
     constructor's keyword arguments except the policy, which may override them for single units.
     Collective only if a hybrid strategy makes its process groups. Raises UsageError if anything
@@ -106,7 +106,7 @@ def plan(module: nn.Module, policy: Any, kwargs: Mapping[str, Any]) -> Plan:
     is_chosen = isinstance(module, tuple(getattr(policy, "_module_classes", ())))
     if policy is not None and not (chosen or wrappers or is_chosen):
         _warn_of_policy(module, settings)
-    made = Plan(
+    made = WrappingPlan(
         root=module,
         settings=units,
         cast_around=[child for child in apart if casts and child not in taken],
@@ -160,7 +160,7 @@ def _warn_of_policy(module: nn.Module, settings: Settings) -> None:
         )
 
 
-def apply(plan: Plan, wrapper: nn.Module, new_wrapper: Callable[[], nn.Module]) -> None:
+def apply(plan: WrappingPlan, wrapper: nn.Module, new_wrapper: Callable[[], nn.Module]) -> None:
     """Build the planned units; ``wrapper`` becomes the root's. Collective. Raises UsageError on all
     ranks, before anything changes, if values are to be broadcast and the plans differ."""
     if plan.settings[plan.root].sync_module_states:  # else the first forward compares the units
@@ -179,7 +179,7 @@ def apply(plan: Plan, wrapper: nn.Module, new_wrapper: Callable[[], nn.Module]) 
             hooks.without_fast_path(module)
 
 
-def _require_alike(plan: Plan) -> None:
+def _require_alike(plan: WrappingPlan) -> None:
     """Raise UsageError, on all ranks, if their plans for the same mesh differ. Collective."""
     names = {module: name for name, module in plan.root.named_modules()}
     parts = []
@@ -199,7 +199,7 @@ def _facts(settings: Settings, params: Iterable[OrigParam]) -> list[str]:
     ]
 
 
-def _build(plan: Plan, module: nn.Module, wrapper: nn.Module) -> None:
+def _build(plan: WrappingPlan, module: nn.Module, wrapper: nn.Module) -> None:
     """Shard the parameters that a unit owns, and register the unit on its wrapper."""
     settings = plan.settings[module]
     taken = {below for child in module.modules() if is_wrapper(child) for below in child.modules()}

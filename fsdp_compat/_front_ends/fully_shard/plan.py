@@ -62,7 +62,7 @@ class PlannedStore:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class ShardPlan:
     """What a call of ``fully_shard`` will make."""
 
     managed: Managed
@@ -76,7 +76,7 @@ class Plan:
     partial_ranks: int  # see Behavior
     allow_unused_units: bool
 
-    def without_parameters(self) -> Plan:
+    def without_parameters(self) -> ShardPlan:
         """Return what is still needed once the stores exist."""
         managed = dataclasses.replace(self.managed, params=(), buffers=())
         return dataclasses.replace(self, managed=managed, stores=())
@@ -94,7 +94,7 @@ def plan(
     ignored_params: Any,
     dp_mesh_dims: Any,
     allow_unused_units: Any,
-) -> Plan:
+) -> ShardPlan:
     """Check the arguments of ``fully_shard`` and decide what it will make. Raises UsageError.
     Collective only if several dimensions of a mesh are flattened into one."""
     roots = _root_modules(refusals.modules_of(module))
@@ -132,7 +132,7 @@ def plan(
             where="argument 'reshard_after_forward' of fully_shard",
             fix="pass True or False, or shard these parameters by a call of their own",
         )
-    return Plan(
+    return ShardPlan(
         managed,
         default.mesh,
         info,

@@ -36,7 +36,7 @@ from ...errors import StateError, UsageError, explain
 from .. import data_parallel
 from .api import DataParallelMeshInfo, HSDPMeshInfo, MixedPrecisionPolicy
 from .arguments import data_group_of, partial_mesh_of, precision_of
-from .plan import Owners, Plan, PlannedStore
+from .plan import Owners, PlannedStore, ShardPlan
 from .whole_state import put_rows_in, refuse_part, taken
 
 _STATE = "_fsdp_compat_state"  # the attribute of a root module that holds its ShardedModules
@@ -57,7 +57,7 @@ class ShardedModules:
     """The modules of one call, their parameters, and the settings of the user."""
 
     modules: tuple[nn.Module, ...]
-    plan: Plan
+    plan: ShardPlan
     behavior: Behavior
     stores: list[_OwnStore] = dataclasses.field(default_factory=list)
     unit: Unit | None = None  # made at the first use
@@ -548,7 +548,7 @@ owners = Owners(lambda module: state_of(module) is not None, _owner_of, _sharded
 # -- a new call
 
 
-def apply(plan: Plan) -> ShardedModules:
+def apply(plan: ShardPlan) -> ShardedModules:
     """Shard a plan's parameters in place and move buffers. Collective if it makes groups."""
     partial_mesh = partial_mesh_of(plan.mesh, plan.partial_ranks) if plan.partial_ranks else None
     state = ShardedModules(
@@ -594,11 +594,11 @@ def apply(plan: Plan) -> ShardedModules:
     return state
 
 
-def _context_of(of: _OwnStore | PlannedStore, plan: Plan) -> Context:
+def _context_of(of: _OwnStore | PlannedStore, plan: ShardPlan) -> Context:
     return Context(of.mesh.shard_mesh, plan.policy, plan.device, of.gather_dtype)
 
 
-def _make_store(planned: PlannedStore, plan: Plan) -> RowStore:
+def _make_store(planned: PlannedStore, plan: ShardPlan) -> RowStore:
     mesh, offload = planned.mesh.engine_mesh(), plan.offload
     device = torch.device("cpu") if offload.to_cpu else plan.device
     ranks: dict[str, Any] = {"rank": mesh.shard.rank, "ranks": mesh.shard.ranks, "device": device}
