@@ -1,7 +1,15 @@
 """The names of torch.distributed.fsdp._fully_shard, and those of its private modules that programs
 import."""
 
-from ._front_ends.fully_shard.api import (
+from ._front_ends.fully_shard.fully_shard import fully_shard
+from ._front_ends.fully_shard.handles import GradientReductionHandle, UnshardHandle
+from ._front_ends.fully_shard.module import (
+    FSDPModule,
+    disable_fsdp_module_new_init,
+    get_cls_to_fsdp_cls,
+    share_comm_ctx,
+)
+from ._front_ends.fully_shard.policies import (
     AllGather,
     Comm,
     CPUOffloadPolicy,
@@ -14,14 +22,6 @@ from ._front_ends.fully_shard.api import (
     OffloadPolicy,
     ReduceScatter,
     ShardPlacementResult,
-)
-from ._front_ends.fully_shard.fully_shard import fully_shard
-from ._front_ends.fully_shard.handles import GradientReductionHandle, UnshardHandle
-from ._front_ends.fully_shard.module import (
-    FSDPModule,
-    disable_fsdp_module_new_init,
-    get_cls_to_fsdp_cls,
-    share_comm_ctx,
 )
 from .fully_sharded_data_parallel import register_fsdp_forward_method
 

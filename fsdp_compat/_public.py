@@ -1,16 +1,13 @@
 """The public names of the package."""
 
-from fsdp_compat._front_ends.fully_shard.api import (
+from fsdp_compat._front_ends.fully_shard.fully_shard import fully_shard
+from fsdp_compat._front_ends.fully_shard.handles import UnshardHandle
+from fsdp_compat._front_ends.fully_shard.module import FSDPModule, share_comm_ctx
+from fsdp_compat._front_ends.fully_shard.policies import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
-)
-from fsdp_compat._front_ends.fully_shard.fully_shard import fully_shard
-from fsdp_compat._front_ends.fully_shard.handles import UnshardHandle
-from fsdp_compat._front_ends.fully_shard.module import (
-    FSDPModule,
-    share_comm_ctx,
 )
 from fsdp_compat._plan import Plan, plan
 from fsdp_compat._state.description import Description, UnitDescription, describe

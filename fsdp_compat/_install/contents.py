@@ -7,7 +7,7 @@ from typing import Any
 from .. import api, fully_sharded_data_parallel, sharded_grad_scaler, wrap
 from .._front_ends.flat import client_attributes
 from .._front_ends.flat.flat_param_handle import FlatParamHandle, handles_in
-from .._front_ends.fully_shard import api as fully_shard_api
+from .._front_ends.fully_shard import policies as fully_shard_policies
 from .._front_ends.fully_shard.fully_shard import fully_shard
 from .._front_ends.fully_shard.handles import GradientReductionHandle, UnshardHandle
 from .._front_ends.fully_shard.module import FSDPModule, share_comm_ctx
@@ -137,7 +137,7 @@ def contents() -> dict[str, dict[str, Any]]:
 def fully_shard_names() -> dict[str, Any]:
     """Return the names of the package that belong to ``fully_shard``."""
     return {
-        **{name: getattr(fully_shard_api, name) for name in _POLICIES},
+        **{name: getattr(fully_shard_policies, name) for name in _POLICIES},
         "FSDPModule": FSDPModule,
         "GradientReductionHandle": GradientReductionHandle,
         "UnshardHandle": UnshardHandle,

@@ -25,7 +25,7 @@ from torch.distributed.tensor import (
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import ShardingStrategy, checkpoint, fully_shard
-from fsdp_compat._front_ends.fully_shard.api import DataParallelMeshDims
+from fsdp_compat._front_ends.fully_shard.policies import DataParallelMeshDims
 from fsdp_compat.checkpoint import _safetensors_save
 from fsdp_compat.errors import FsdpCompatError, StateError
 from fsdp_compat.wrap import ModuleWrapPolicy

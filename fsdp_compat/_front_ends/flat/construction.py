@@ -34,7 +34,7 @@ from ...wrap import (
 )
 from .blocks import policy_of, warn_of_large_unit
 from .flat_unit import flat_unit_of, is_wrapper, make_flat_unit, make_runtime
-from .refusals import (
+from .module_checks import (
     refuse_ignored_units,
     refuse_managed,
     refuse_module,

@@ -31,7 +31,7 @@ from ...errors import (
     unusable,
     wrong_type,
 )
-from .api import (
+from .policies import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
     DataParallelMeshInfo,

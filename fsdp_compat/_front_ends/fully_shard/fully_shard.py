@@ -13,9 +13,14 @@ from typing_extensions import Unpack
 from ..._engine.runtime import run_as_forward
 from ...errors import UsageError, with_arguments_checked
 from . import state
-from .api import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, ShardPlacementResult
 from .module import FSDPModule, shard_class
-from .plan import plan
+from .policies import (
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardPlacementResult,
+)
+from .shard_plan import plan
 
 if typing.TYPE_CHECKING:
     from torch.distributed.tensor import Shard

@@ -29,8 +29,8 @@ from ...errors import (
     wrong_type,
 )
 from ..flat.flat_unit import require_root
-from .api import AllGather, ReduceScatter
 from .handles import GradientReductionHandle, UnitHandle, UnshardHandle
+from .policies import AllGather, ReduceScatter
 from .state import ShardedModules, state_of, states_in
 from .whole_state import refuse_missing
 

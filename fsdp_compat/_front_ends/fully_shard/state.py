@@ -34,9 +34,9 @@ from ..._stores.row_store import RowStore
 from ...api import StateDictType
 from ...errors import StateError, UsageError, explain
 from .. import data_parallel
-from .api import DataParallelMeshInfo, HSDPMeshInfo, MixedPrecisionPolicy
 from .arguments import data_group_of, partial_mesh_of, precision_of
-from .plan import Owners, PlannedStore, ShardPlan
+from .policies import DataParallelMeshInfo, HSDPMeshInfo, MixedPrecisionPolicy
+from .shard_plan import Owners, PlannedStore, ShardPlan
 from .whole_state import put_rows_in, refuse_part, taken
 
 _STATE = "_fsdp_compat_state"  # the attribute of a root module that holds its ShardedModules

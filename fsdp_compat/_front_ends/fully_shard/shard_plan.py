@@ -22,9 +22,9 @@ from ...errors import (
     function_or_none,
     truth,
 )
-from . import arguments, refusals
-from .api import DataParallelMeshInfo, MixedPrecisionPolicy
+from . import arguments, sharding_checks
 from .arguments import Offload, Placed
+from .policies import DataParallelMeshInfo, MixedPrecisionPolicy
 
 
 class Owners(typing.NamedTuple):
@@ -97,8 +97,8 @@ def plan(
 ) -> ShardPlan:
     """Check the arguments of ``fully_shard`` and decide what it will make. Raises UsageError.
     Collective only if several dimensions of a mesh are flattened into one."""
-    roots = _root_modules(refusals.modules_of(module))
-    refusals.refuse_modules(roots, owners.is_sharded)
+    roots = _root_modules(sharding_checks.modules_of(module))
+    sharding_checks.refuse_modules(roots, owners.is_sharded)
     policy = arguments.policy_of(mp_policy)
     offload = arguments.offload_of(offload_policy)
     ignored = arguments.ignored_of(ignored_params)
@@ -116,13 +116,15 @@ def plan(
             owners.is_sharded(module) or "replicate" in _torch_private.composable_apis(module)
         ),
     )
-    refusals.refuse_parameters(roots, managed.params, owners.owner_of, owners.sharded_params(roots))
-    refusals.refuse_dtensors(managed.params, device)
+    sharding_checks.refuse_parameters(
+        roots, managed.params, owners.owner_of, owners.sharded_params(roots)
+    )
+    sharding_checks.refuse_dtensors(managed.params, device)
     info = arguments.mesh_info_of(device_mesh, dims)
     default = Placed(0, info, arguments.data_mesh_of(info))
     reshard, partial_ranks = arguments.reshard_of(reshard_after_forward, default.mesh)
     if default.mesh.spmd is not None:
-        refusals.require_dtensors_on(default.mesh.spmd, managed.params)
+        sharding_checks.require_dtensors_on(default.mesh.spmd, managed.params)
     stores = _stores(managed.params, placement_fn, default, policy)
     if partial_ranks and any(store.mesh is not default.mesh for store in stores):
         raise NotImplementedUsageError.of(

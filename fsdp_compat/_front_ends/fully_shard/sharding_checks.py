@@ -14,7 +14,7 @@ from ..._state import optimizer_patches
 from ..._stores.placement import SpmdMesh
 from ...errors import AssertedUsageError, UsageError, wrong_type
 from ..flat.flat_unit import is_wrapped, is_wrapper
-from ..flat.refusals import refuse_output_projection, refuse_unusable
+from ..flat.module_checks import refuse_output_projection, refuse_unusable
 from .arguments import WHERE
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
