@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import sys
 import types
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 Undo = Callable[[], object]
 
@@ -41,13 +42,61 @@ def set_existing(owner: Any, **values: Any) -> list[Undo]:
     return [functools.partial(setattr, owner, name, value) for name, value in own.items()]
 
 
-def around_function(module: types.ModuleType, name: str, ours: Callable[..., Any]) -> Undo:
-    """Let ``module.name(...)`` call ``ours(original, ...)``. Return the undo."""
-    original = vars(module)[name]
+def around_functions(
+    module: types.ModuleType, calls: Mapping[str, Callable[..., Any]]
+) -> list[Undo]:
+    """Let ``module.name(...)`` call ``ours(original, ...)``, for each name and ``ours`` in
+    ``calls`` that the module has, also where other modules have imported the function."""
+    pairs = [
+        (original, _around(original, ours))
+        for name, ours in calls.items()
+        if callable(original := vars(module).get(name))
+    ]
+    swap(pairs, module)
+    return [functools.partial(swap, [(function, original) for original, function in pairs], module)]
 
+
+def _around(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def function(*args: Any, **kwargs: Any) -> Any:
         return ours(original, *args, **kwargs)
 
-    setattr(module, name, function)
-    return functools.partial(setattr, module, name, original)
+    return function
+
+
+class Swapped(NamedTuple):
+    """A variable of a module that has another value now."""
+
+    module: str
+    namespace: dict[str, Any]
+    name: str
+    old: Any
+    new: Any
+
+
+def swap(
+    pairs: Iterable[tuple[Any, Any]],
+    module: types.ModuleType | None = None,
+    skipped: tuple[str, ...] = (),
+) -> list[Swapped]:
+    """Replace objects by others, as (old, new), in all modules that have them under any name, and
+    in ``module``. skipped: how the names of modules begin that keep the old ones. What a partial, a
+    table, a class, a closure or a default argument holds stays as it is."""
+    new_of = {id(old): (old, new) for old, new in pairs}
+    found = []
+    for name, namespace in _namespaces(module):
+        for key, value in list(namespace.items()) if not name.startswith(skipped) else ():
+            old, new = new_of.get(id(value), (None, None))
+            if old is not None and old is value:
+                namespace[key] = new
+                found.append(Swapped(name, namespace, key, old, new))
+    return found
+
+
+def _namespaces(also: types.ModuleType | None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the name and the namespace of each module, but for those of this package."""
+    package = __name__.partition(".")[0]
+    for name, module in [*sys.modules.items(), *([] if also is None else [("", also)])]:
+        if issubclass(type(module), types.ModuleType) and name.partition(".")[0] != package:
+            # vars() would load the modules of importlib.util.LazyLoader
+            yield name, object.__getattribute__(module, "__dict__")

@@ -18,12 +18,11 @@ from typing import Any
 from torch import nn
 
 from .._engine.on_import import PatchOnImport
-from .._engine.patches import Undo
+from .._engine.patches import Undo, around_functions
 from .._state.units import clean_name
 from ..api import FullStateDictConfig, StateDictType
 from ..fully_sharded_data_parallel import FullyShardedDataParallel
 from . import log
-from .modules import namespaces
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,21 +133,9 @@ def _apply(module: types.ModuleType) -> list[Undo]:
                 "named in examples/MIGRATING.md.",
                 stacklevel=2,
             )
-    undo: list[Undo] = []
     for each in there:
         log.logger.info("%s.%s fixed: %s", name, each, fix.what)
-        original = vars(module)[each]
-        fixed = functools.wraps(original)(functools.partial(fix.call, original))
-        _swap(each, original, fixed)
-        undo.append(functools.partial(_swap, each, fixed, original))
-    return undo
-
-
-def _swap(name: str, old: object, new: object) -> None:
-    """Replace a function in all modules that have it under its name."""
-    for _, namespace in namespaces():
-        if namespace.get(name) is old:
-            namespace[name] = new
+    return around_functions(module, dict.fromkeys(there, fix.call))
 
 
 PATCHES = [PatchOnImport(name, _apply) for name in _FIXES]

@@ -7,6 +7,8 @@ import dis
 import importlib
 import importlib.abc
 import importlib.util
+import itertools
+import operator
 import sys
 import types
 import warnings
@@ -17,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from .. import _torch_private
-from .._engine.patches import Undo
+from .._engine.patches import Swapped, Undo, swap
 from . import log
 from .contents import INSTEAD, KEPT, contents
 from .kept import redirect_class
@@ -53,7 +55,7 @@ class Modules:
         }
         self.replaced = {name: sys.modules[name] for name in names if name in sys.modules}
         self._undo: list[Undo] = []
-        self._swapped: list[tuple[dict[str, Any], str, Any, Any]] = []  # where, name, torch's, ours
+        self._swapped: list[Swapped] = []
 
     def put(self) -> None:
         """Let imports find ours, and give ours to modules that have imported torch's."""
@@ -67,20 +69,13 @@ class Modules:
                 vars(package)[name] = kept
         dist.fsdp = package
         log.logger.info("modules replaced: %s", ", ".join(self.made))
-        ours = {id(theirs): (theirs, own) for theirs, own in self._counterparts()}
+        pairs = {id(theirs): (theirs, own) for theirs, own in self._counterparts()}.values()
         wrapper = self.made[ROOT].names["FullyShardedDataParallel"]
-        for theirs, own in ours.values():
+        for theirs, own in pairs:
             self._undo += redirect_class(theirs, own) if own is wrapper else []
-        for name, namespace in namespaces():
-            found = []
-            for key, value in list(namespace.items()):
-                theirs, own = ours.get(id(value), (None, None))
-                if theirs is not None and theirs is value:
-                    namespace[key] = own
-                    self._swapped.append((namespace, key, value, own))
-                    found.append(key)
-            if found:
-                log.logger.info("in module %s: %s", name, ", ".join(found))
+        self._swapped = swap(pairs, skipped=(ROOT, *_OF_TORCH))
+        for name, found in itertools.groupby(self._swapped, operator.attrgetter("module")):
+            log.logger.info("in module %s: %s", name, ", ".join(each.name for each in found))
 
     def remove(self) -> None:
         """Let imports find torch's again, including where ours were imported meanwhile."""
@@ -98,7 +93,7 @@ class Modules:
         if any(kept.values()):  # imported while ours was their package
             package = importlib.import_module(ROOT)
             vars(package).update({name: module for name, module in kept.items() if module})
-        for namespace, key, theirs, own in self._swapped:
+        for _, namespace, key, theirs, own in self._swapped:
             if namespace.get(key) is own:
                 namespace[key] = theirs
         self._give_back_to_readers()

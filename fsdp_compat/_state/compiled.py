@@ -10,7 +10,7 @@ from typing import Any
 from .. import _torch_private
 from .._engine.hooks import around_method
 from .._engine.on_import import PatchOnImport
-from .._engine.patches import around_function
+from .._engine.patches import around_functions
 from .units import COMPILED_MODULE, clean_name
 
 
@@ -36,6 +36,6 @@ patches = (
     ),
     PatchOnImport(
         "torch.distributed.checkpoint.state_dict",
-        lambda its: [around_function(its, _torch_private.NAMES_FUNCTION, _names)],
+        lambda its: around_functions(its, {_torch_private.NAMES_FUNCTION: _names}),
     ),
 )

@@ -1,8 +1,8 @@
 """``torch.nn.utils.clip_grad_norm_`` over sharded gradients.
 
 Code written for DistributedDataParallel clips with torch's own function, which would silently use
-the norm of this rank's shards only. So this patch replaces the part of that function that computes
-the norm. Gradients that are not sharded still go to torch's implementation."""
+the norm of this rank's shards only. So this patch replaces torch's functions that clip and that
+compute the norm, which the former calls. Gradients that are not sharded still go to torch's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .. import _torch_private
 from .._engine import rendezvous
 from .._engine.grad_norm import checked_norm_type, dtype_of_norm, norm_of, packed
 from .._engine.group import Group
-from .._engine.patches import Patch
+from .._engine.patches import Patch, Undo, around_functions
 from .._engine.runtime import live_runtimes
 
 
@@ -99,4 +99,10 @@ def _split_over_ranks(
     return split, list(dict.fromkeys(in_order))
 
 
-patches = Patch(lambda: _torch_private.replace_clipping(_clip, _total_norm))
+def _patch() -> list[Undo]:
+    return around_functions(
+        torch.nn.utils, {"clip_grad_norm_": _clip, "get_total_norm": _total_norm}
+    )
+
+
+patches = Patch(_patch)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import _torch_private
 from .._engine.on_import import PatchOnImport
-from .._engine.patches import around_function
+from .._engine.patches import around_functions
 from .._state.sharded_values import BoxedTensor, LocalPart, gathered
 
 _PLANS = ("create_default_local_load_plan", "create_default_local_save_plan")
@@ -40,12 +40,7 @@ def _gather(original: Callable[..., Tensor], value: Any, pg: Any = None, device:
 patches = (
     PatchOnImport(
         "torch.distributed.checkpoint.default_planner",
-        lambda module: [around_function(module, name, _without_parts) for name in _PLANS],
+        lambda module: around_functions(module, dict.fromkeys(_PLANS, _without_parts)),
     ),
-    PatchOnImport(
-        _HELPERS,
-        lambda module: [
-            around_function(module, each, _gather) for each in {_GATHER} & {*vars(module)}
-        ],
-    ),
+    PatchOnImport(_HELPERS, lambda module: around_functions(module, {_GATHER: _gather})),
 )

@@ -23,7 +23,6 @@ from torch._functorch import pyfunctorch
 from torch.autograd import forward_ad
 from torch.distributed._composable_state import _State
 from torch.distributed.constants import default_pg_timeout
-from torch.nn.utils import clip_grad
 from torch.utils import _python_dispatch, checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -210,30 +209,6 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
 def scale_together(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply many tensors in place by one scalar tensor, in one call."""
     torch._foreach_mul_(tensors, factor)
-
-
-def replace_clipping(
-    clip: Callable[..., torch.Tensor], total_norm: Callable[..., torch.Tensor]
-) -> Iterator[Callable[[], None]]:
-    """Clip with ``clip(torch's own function, ...)``, and compute norms with ``total_norm(...)``
-    likewise. Yield what reverts it. Nothing public lets a gradient say that it is a shard. Programs
-    import the functions by name, so replacements go into the closure of torch's decorator."""
-    for name, public, replacement in (
-        ("clip_grad_norm_", "clip_grad_norm_", clip),
-        ("_get_total_norm", "get_total_norm", total_norm),
-    ):
-        function: Any = getattr(clip_grad, name)
-        original = getattr(function, "__wrapped__", function)
-        cells = getattr(function, "__closure__", None) or ()
-        places: list[tuple[Any, str]] = [
-            (cell, "cell_contents") for cell in cells if cell.cell_contents is original
-        ]
-        if not places:  # the program has put another function there
-            original, names = function, ((clip_grad, name), (torch.nn.utils, public))
-            places = [each for each in names if getattr(*each) is function]
-        for place in places:
-            setattr(*place, functools.partial(replacement, original))
-            yield functools.partial(setattr, *place, original)
 
 
 def storage_key(tensor: torch.Tensor) -> int:

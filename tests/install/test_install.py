@@ -376,9 +376,9 @@ def test_a_client_of_any_version_is_fixed_where_it_is_used(
         assert peft.get_peft_model_state_dict(model=model) == ["0.lora"]
         assert peft.set_peft_model_state_dict(model, {{}}) == ["0.lora.weight", "0.lora.bias"]
         assert "named_modules" not in vars(model)
-        before = peft.set_peft_model_state_dict
+        kept = [peft.set_peft_model_state_dict]
         fsdp_compat.uninstall()
-        assert peft.set_peft_model_state_dict is before.__wrapped__
+        assert peft.set_peft_model_state_dict is kept[0].__wrapped__
     """
     assert_passes(launcher, tmp_path, program)
 
