@@ -22,8 +22,9 @@ LAYERS = (
     ("_install", "_diagnose", "_plan"),
     ("_fully_shard",),
     ("fully_sharded_data_parallel", "optim", "sharded_grad_scaler"),
-    ("checkpoint", "_torch_patches"),
+    ("checkpoint",),
     ("_front_ends",),
+    ("_torch_patches",),
     ("_state",),
     ("_stores",),
     ("_engine",),
@@ -76,6 +77,14 @@ STATE_DICT_HOOKS = words(
     "register_load_state_dict_post_hook register_load_state_dict_pre_hook "
     "register_state_dict_post_hook register_state_dict_pre_hook "
     "_register_load_state_dict_pre_hook _register_state_dict_hook"
+)
+PATCHES = words("Patch PatchOnImport around_functions around_method set_existing swap")
+HOOKS_OF_ALL = words(
+    "register_module_backward_hook register_module_buffer_registration_hook "
+    "register_module_forward_hook register_module_forward_pre_hook "
+    "register_module_full_backward_hook register_module_full_backward_pre_hook "
+    "register_module_module_registration_hook register_module_parameter_registration_hook "
+    "register_optimizer_step_post_hook register_optimizer_step_pre_hook"
 )
 # Private in spelling only: the project relies on these modules of torch as if they were public.
 ALLOWED_PRIVATE_MODULES = (
@@ -221,6 +230,24 @@ def calls_of(source: Source, names: set[str]) -> list[str]:
 
 def uses_of(source: Source, wanted: str) -> list[str]:
     return [f"{source.at(node)} uses {name}" for node, name in source.uses if name == wanted]
+
+
+def changes_of_torch(source: Source) -> list[str]:
+    """Return the patches that are made, the hooks of all modules or optimizers, and assignments to
+    attributes of torch's modules and classes."""
+    found = calls_of(source, PATCHES)
+    names = dict(source.uses)
+    for node, name in names.items():
+        is_written = isinstance(getattr(node, "ctx", None), (ast.Store, ast.Del))
+        if name.rpartition(".")[2] in HOOKS_OF_ALL or (is_written and name.startswith("torch.")):
+            found.append(f"{source.at(node)} uses or writes {name}")
+    for node in source.nodes:
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr"):
+            target = node.args[0]
+            name = names.get(target) or source.bound_names.get(ast.unparse(target), "")
+            if name.partition(".")[0] == "torch":
+                found.append(f"{source.at(node)} writes to {name}")
+    return found
 
 
 def imports_of(source: Source, *prefixes: str) -> list[str]:
@@ -392,6 +419,14 @@ RULES = {
         "State-dict hooks are registered by their owners:",
         owners=("_engine/hooks.py", "_state/model_loading.py"),
     ),
+    "torch is changed in one place, and by install()": Rule(
+        changes_of_torch,
+        "Move the patch into a module of _torch_patches, and list it at the head of that package:",
+        owners=(
+            *("_torch_patches/", "_torch_private/", "_install/", "_engine/patches.py"),
+            *("_plan/memory.py", "_plan/simulation.py"),
+        ),
+    ),
     "only the adapters use private names of torch": Rule(
         private_names_of_torch,
         "Give the private name a public one in _torch_private, with the reason beside it:",
@@ -464,6 +499,17 @@ SEEN: list[tuple[Callable[[Source], list[str]], str, str, int]] = [
     (private_names_of_torch, UNIT, f"{DIST}dist.distributed_c10d._get_default_group()", 1),
     (private_names_of_torch, UNIT, "import torch\ntorch.__version__\nself._parameters", 0),
     (private_names_of_torch, UNIT, "import torch.distributed._shard.sharded_tensor", 0),
+    (changes_of_torch, UNIT, "from .patches import Patch\npatches = Patch(make)", 1),
+    (changes_of_torch, UNIT, "from torch import nn\nnn.Module.forward = f\ndel nn.Module.x", 2),
+    (changes_of_torch, UNIT, "import torch\nsetattr(torch.nn, 'x', 1)\nsetattr(unit, 'x', 1)", 1),
+    (changes_of_torch, UNIT, "from torch.nn import Module as M\nsetattr(M, name, f)", 1),
+    (
+        changes_of_torch,
+        UNIT,
+        "from torch.optim import optimizer as o\no.register_optimizer_step_pre_hook(f)",
+        1,
+    ),
+    (changes_of_torch, UNIT, "import torch\nx.grad = torch.nn.f\nx.register_forward_hook(f)", 0),
     (RULES["only storage.py frees and allocates storages"].finds, UNIT, "a.b().resize_(0)", 1),
     (RULES["only hooks.py registers hooks"].finds, UNIT, "module.register_forward_hook(f)", 1),
     (RULES["only hooks.py registers hooks"].finds, UNIT, "hooks.on_end_of_backward(f)", 0),

@@ -3,14 +3,12 @@ register hooks for other code return the undo."""
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import _torch_private
@@ -122,27 +120,6 @@ def on_state_dicts(
         lambda module, state_dict, prefix, *_: before_loading(module, state_dict, prefix)
     )
     module.register_load_state_dict_post_hook(lambda *_: after_loading())
-
-
-def on_assignment(
-    callback: Callable[[nn.Module, str, nn.Parameter], nn.Parameter | None],
-) -> RemovableHandle:
-    """Call ``callback(module, name, parameter)`` whenever a parameter is assigned to any module; it
-    returns the parameter to assign instead, or None. Undone by remove() of the returned handle."""
-    return torch.nn.modules.module.register_module_parameter_registration_hook(callback)  # type: ignore[arg-type]
-
-
-def around_method(cls: type, name: str, ours: Callable[..., Any]) -> Callable[[], None]:
-    """Let ``cls.name(self, ...)`` call ``ours(original, self, ...)`` in the whole process, where
-    ``original`` needs no ``self``. Return the undo."""
-    original = getattr(cls, name)
-
-    @functools.wraps(original)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return ours(functools.partial(original, self), self, *args, **kwargs)
-
-    setattr(cls, name, method)
-    return functools.partial(setattr, cls, name, original)
 
 
 def on_gradient_of_output(tensor: Tensor, call: Call) -> None:

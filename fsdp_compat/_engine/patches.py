@@ -19,10 +19,6 @@ class Patch:
         self._make = make
         self._undo: list[Undo] = []
 
-    @property
-    def is_made(self) -> bool:
-        return bool(self._undo)
-
     def patch(self) -> None:
         """Make the change; a second call does nothing."""
         if not self._undo:
@@ -40,6 +36,19 @@ def set_existing(owner: Any, **values: Any) -> list[Undo]:
     for name in own:
         setattr(owner, name, values[name])
     return [functools.partial(setattr, owner, name, value) for name, value in own.items()]
+
+
+def around_method(cls: type, name: str, ours: Callable[..., Any]) -> Undo:
+    """Let ``cls.name(self, ...)`` call ``ours(original, self, ...)`` in the whole process, where
+    ``original`` needs no ``self``. Return the undo."""
+    original = getattr(cls, name)
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return ours(functools.partial(original, self), self, *args, **kwargs)
+
+    setattr(cls, name, method)
+    return functools.partial(setattr, cls, name, original)
 
 
 def around_functions(

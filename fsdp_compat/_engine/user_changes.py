@@ -3,25 +3,21 @@ sharded parameters (``Freshness``), ``requires_grad``. checks.py decides what ea
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import _torch_private
 from .._torch_private import dtensor as torch_dtensor
 from ..errors import StateError
-from .patches import Patch
 from .storage import GroupMemory
 from .store import ParamStore
 
@@ -62,6 +58,13 @@ class _Steps:
         self.units: weakref.WeakSet[Freshness] = weakref.WeakSet()
         self.fused = WeakIdKeyDictionary()  # parameters whose fused writes are counted
         self.checks: weakref.WeakSet[Any] = weakref.WeakSet()  # objects with ``before_step()``
+        self.are_seen = False  # whether `check` and `add` are hooks of all optimizers
+
+    def see(self) -> Callable[[], None]:
+        """Steps are seen from now on; some may have been missed. Return what ends that."""
+        self.are_seen = True
+        self.of_copies += 1
+        return functools.partial(setattr, self, "are_seen", False)
 
     def check(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Before a step."""
@@ -88,21 +91,13 @@ class _Steps:
                 increment_version([param for param in with_grad if param in self.fused])
 
 
+steps = _Steps()
+check_before_steps = steps.checks.add
+
+
 def count_fused_writes(params: Iterable[Tensor]) -> None:
     """Let fused optimizers, which bump no version counters, bump those of these parameters."""
-    _steps.fused.update(dict.fromkeys(params, True))
-
-
-_steps = _Steps()
-check_before_steps = _steps.checks.add
-
-
-patches = Patch(
-    lambda: [
-        register_optimizer_step_post_hook(_steps.add).remove,
-        register_optimizer_step_pre_hook(_steps.check).remove,
-    ]
-)
+    steps.fused.update(dict.fromkeys(params, True))
 
 
 class Freshness:
@@ -121,8 +116,7 @@ class Freshness:
         self.ids = frozenset(map(id, self._params))
         self.num_steps = 0  # of optimizers that hold some of them
         self._recorded: list[int] = []
-        _steps.units.add(self)
-        patches.patch()
+        steps.units.add(self)
 
     def is_in(self, storages: Collection[int]) -> bool:
         """True if one of these storages, given by their keys, holds a parameter's local tensor."""
@@ -136,12 +130,12 @@ class Freshness:
     @property
     def is_current(self) -> bool:
         """True if nothing was written since ``record``."""
-        return patches.is_made and self._recorded == self._present()
+        return steps.are_seen and self._recorded == self._present()
 
     def _present(self) -> list[int]:
         return [
             self.num_steps,
-            _steps.of_copies,
+            steps.of_copies,
             sum(map(_version, self._params)),
             sum(map(torch_dtensor.local_version, self._dtensors)),
         ]

@@ -16,18 +16,15 @@ from __future__ import annotations
 import typing
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import _torch_private
-from .._engine import hooks
-from .._engine.patches import Patch, Undo
 from .._engine.runtime import live_runtimes
 from .._engine.state_store import StateStore
 from ..errors import CheckpointError, StateError, UsageError, ValueCheckpointError
@@ -157,7 +154,7 @@ def shapes_of_parts(optimizer: torch.optim.Optimizer) -> dict[int, tuple[int, ..
     return found
 
 
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Refuse a step with unsharded parameters: gradients or writes could be lost."""
     if optimizer not in _checked:
         cut_state(optimizer)
@@ -192,15 +189,17 @@ def _cut(state: dict[Any, Any], store: StateStore, index: int, parameter: nn.Par
 # -- their own state dicts
 
 
-def _take(original: Callable[[], dict[str, Any]], optimizer: torch.optim.Optimizer) -> Any:
+def with_owner(original: Callable[[], dict[str, Any]], optimizer: torch.optim.Optimizer) -> Any:
+    """Around ``optimizer.state_dict()``: say whose parts it has."""
     state_dict = original()
     owner = _owner_of(optimizer)
     return state_dict if owner is None else {**state_dict, _KEY: owner}
 
 
-def _load(
+def load_own(
     original: Callable[[Any], None], optimizer: torch.optim.Optimizer, state_dict: Any
 ) -> None:
+    """Around ``optimizer.load_state_dict()``: raise CheckpointError for another rank's parts."""
     if isinstance(state_dict, Mapping):
         _require_own(optimizer, state_dict)
     try:
@@ -263,12 +262,3 @@ def _described(owner: Mapping[str, Any] | None) -> str:
     if owner is None:
         return "the state of whole parameters"
     return f"the parts of rank {owner.get('rank')} of {owner.get('ranks')}"
-
-
-def _patch() -> Iterator[Undo]:
-    yield register_optimizer_step_pre_hook(_before_step).remove
-    yield hooks.around_method(torch.optim.Optimizer, "state_dict", _take)
-    yield hooks.around_method(torch.optim.Optimizer, "load_state_dict", _load)
-
-
-patches = Patch(_patch)

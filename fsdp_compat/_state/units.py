@@ -168,8 +168,12 @@ def register(module: nn.Module, unit: ModelUnit | LazyUnit) -> None:
 
 def is_lazy(module: nn.Module) -> bool:
     """True if the unit of a module is a LazyUnit: its parameters were sharded in place."""
-    found = module.__dict__.get(ATTRIBUTE)
-    return found is not None and not isinstance(found, ModelUnit)
+    return ATTRIBUTE in module.__dict__ and not has_made_unit(module)
+
+
+def has_made_unit(module: nn.Module) -> bool:
+    """True if a module has a unit that is not lazy, as wrappers do."""
+    return isinstance(module.__dict__.get(ATTRIBUTE), ModelUnit)
 
 
 def model_unit_of(module: nn.Module) -> ModelUnit | None:

@@ -1,38 +1,79 @@
-"""Everything that fsdp_compat changes in torch for the whole process, and how to undo it.
+"""Everything that fsdp_compat changes for the whole process.
 
-``import fsdp_compat`` changes one thing: ``torch.load(weights_only=True)`` accepts the classes in
-sharded state dicts (``torch.serialization.get_safe_globals()``). Wrapping the first model installs
-every patch in ``PATCHES``; ``fully_shard`` installs only the last five. All of them
-are reverted by ``undo_torch_patches``."""
+When fsdp_compat is imported:
+    torch.load(weights_only=True) accepts the classes in sharded state dicts and in the state of
+        ranks (torch.serialization.add_safe_globals; stays after ``uninstall()``)
+    fork handlers of _comm/divergence/progress, _comm/divergence/deadlock, _comm/gloo_connections
+        and checkpoint/_background, and exit handlers of deadlock and _background: they do nothing
+        in a process without sharded models
+    functions of PEFT and Accelerate, when these are imported (_install/client_fixes)
+
+When the first model is wrapped in FullyShardedDataParallel, or sharded by ``fully_shard``:
+    every optimizer: hooks of step() and methods around its state dict (optimizers)
+    DistributedDataParallel: a method around ``__init__`` (data_parallel)
+    torch.compile's modules and the names of parameters in torch.distributed.checkpoint: a method
+        and a function, when these modules are imported (compiled)
+    on one host, a fork handler of _comm/same_host/shared_memory; with FSDP_COMPAT_BLACK_BOX a fork
+        and an exit handler and sys.excepthook (_engine/black_box)
+
+When the first model is wrapped in FullyShardedDataParallel:
+    clip_grad_norm_ and get_total_norm: functions (clip_grad)
+    assigning a Parameter to a module: a global hook; Module.requires_grad_: a method (assignments)
+    torch.distributed.checkpoint: the six functions of its module state_dict (dcp_adapter), methods
+        of HuggingFaceStorageWriter (hugging_face_storage), functions of its planner and of
+        torch's helper that gathers sharded values (own_values), each when it is imported
+
+While a plan is made: UntypedStorage.resize_ and scaled_dot_product_attention (_plan/memory,
+    _plan/simulation).
+
+``install()`` puts fsdp_compat in the place of torch.distributed.fsdp: _install/__init__.py.
+
+Three techniques: hooks that torch offers; methods, which are replaced in their class; functions,
+which are replaced in their module and wherever modules have imported them. A function that a
+partial, a table, a class or a default argument has kept stays torch's. Changes of modules that may
+be imported later are finders on sys.meta_path. ``uninstall()`` reverts all patches."""
 
 from __future__ import annotations
 
 from torch import nn
 
-from .._engine import user_changes
 from .._engine.on_import import PatchOnImport
 from .._engine.patches import Patch
-from .._front_ends import data_parallel
-from .._state import compiled, optimizer_patches
 from .._state.units import model_units_in
-from . import assignments, clip_grad, dcp_adapter, hugging_face_storage, own_values
+from . import (
+    assignments,
+    clip_grad,
+    compiled,
+    data_parallel,
+    dcp_adapter,
+    hugging_face_storage,
+    optimizers,
+    own_values,
+)
 
-PATCHES: tuple[Patch | PatchOnImport, ...] = (
+_FOR_ALL: tuple[Patch | PatchOnImport, ...] = (
+    optimizers.patches,
+    data_parallel.patches,
+    *compiled.patches,
+)
+_FOR_WRAPPERS: tuple[Patch | PatchOnImport, ...] = (
     clip_grad.patches,
+    assignments.patches,
     dcp_adapter.patches,
     hugging_face_storage.patches,
     *own_values.patches,
-    assignments.patches,
-    optimizer_patches.patches,
-    data_parallel.patches,
-    user_changes.patches,
-    *compiled.patches,
 )
 
 
+def patch_for_fully_shard() -> None:
+    """Make the changes that modules sharded in place need; a second call does nothing."""
+    for each in _FOR_ALL:
+        each.patch()
+
+
 def patch_torch(model: nn.Module) -> None:
-    """Install all patches, and watch assignments in the units of a model."""
-    for each in PATCHES:
+    """Make all changes, and watch assignments in the units of a model."""
+    for each in (*_FOR_ALL, *_FOR_WRAPPERS):
         each.patch()
     for found in model_units_in(model):
         assignments.watch(found.unit)
@@ -45,5 +86,5 @@ def undo_torch_patches() -> None:
     Models that are sharded already then lack these patches: torch.nn.utils.clip_grad_norm_, for
     example, sees only this rank's shards. Wrapping another model applies the patches again.
     """
-    for each in PATCHES:
+    for each in (*_FOR_ALL, *_FOR_WRAPPERS):
         each.undo()

@@ -15,14 +15,14 @@ from __future__ import annotations
 import typing
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import _torch_private
-from .._engine import hooks
-from .._engine.patches import Patch, Undo
+from .._engine.patches import Patch, Undo, around_method
 from .._engine.state_store import StateStore, store_of
 from .._engine.unit import Residency, Unit
 from .._state import optimizer_patches
@@ -177,8 +177,9 @@ def _refused(unit: Unit, module: nn.Module, name: str, got: str) -> StateError:
 
 
 def _patch() -> Iterator[Undo]:
-    yield hooks.on_assignment(_on_assignment).remove
-    yield hooks.around_method(nn.Module, "requires_grad_", _on_requires_grad)
+    register: Any = nn.modules.module.register_module_parameter_registration_hook
+    yield register(_on_assignment).remove  # it runs for every parameter that is assigned
+    yield around_method(nn.Module, "requires_grad_", _on_requires_grad)
 
 
 patches = Patch(_patch)

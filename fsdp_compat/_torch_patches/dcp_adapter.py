@@ -21,7 +21,7 @@ from torch import nn
 
 from .._engine.on_import import PatchOnImport
 from .._engine.patches import Undo, around_functions
-from .._front_ends.flat.flat_unit import is_wrapper
+from .._state.units import has_made_unit
 from .dcp_state_dict import FUNCTIONS, mixed, unknown_argument
 
 _MODULE = "torch.distributed.checkpoint.state_dict"
@@ -42,7 +42,7 @@ def _call(
     except TypeError:
         return original(*args, **kwargs)  # raises torch's own error
     model = given.get("model")
-    if not isinstance(model, nn.Module) or not any(map(is_wrapper, model.modules())):
+    if not isinstance(model, nn.Module) or not any(map(has_made_unit, model.modules())):
         return original(*args, **kwargs)
     if any(_is_of_torch(module) for module in model.modules()):
         raise mixed(original.__name__)

@@ -17,9 +17,8 @@ from typing import Any
 
 from torch.futures import Future
 
-from .._engine import hooks
 from .._engine.on_import import PatchOnImport
-from .._engine.patches import Undo
+from .._engine.patches import Undo, around_method
 from ..errors import CheckpointError
 
 if typing.TYPE_CHECKING:
@@ -36,8 +35,8 @@ _MODULE = "torch.distributed.checkpoint.hf_storage"
 def _replace(module: types.ModuleType) -> list[Undo]:
     writer = module.HuggingFaceStorageWriter
     return [
-        hooks.around_method(writer, "prepare_global_plan", _prepare_global_plan),
-        hooks.around_method(writer, "write_data", _write_data),
+        around_method(writer, "prepare_global_plan", _prepare_global_plan),
+        around_method(writer, "write_data", _write_data),
     ]
 
 

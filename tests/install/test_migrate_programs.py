@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat._front_ends import data_parallel
 from fsdp_compat._install.migrate.command import rewrite
+from fsdp_compat._torch_patches import data_parallel
 from tests.support.ranks import run_ranks
 
 PROGRAMS = Path(__file__).parent / "ddp_programs"

@@ -25,15 +25,15 @@ from ..._engine.gathering import Prefetch, RuntimeOptions
 from ..._engine.group import Group, PartialShard
 from ..._engine.runtime import Runtime
 from ..._engine.unit import Residency, Unit, UnitOptions
-from ..._state import compiled, optimizer_patches
+from ..._state import optimizer_patches
 from ..._state.description import UnitFacts, stored_dtype
 from ..._state.units import ModelUnit, clean_name, default_form, register
 from ..._stores.extension import Context, ExtensionStore, has_extension
 from ..._stores.placement import DataMesh
 from ..._stores.row_store import RowStore
+from ..._torch_patches import patch_for_fully_shard
 from ...api import StateDictType
 from ...errors import StateError, UsageError, explain
-from .. import data_parallel
 from .arguments import data_group_of, partial_mesh_of, precision_of
 from .policies import DataParallelMeshInfo, HSDPMeshInfo, MixedPrecisionPolicy
 from .shard_plan import Owners, PlannedStore, ShardPlan
@@ -577,9 +577,7 @@ def apply(plan: ShardPlan) -> ShardedModules:
             _torch_private.parameters_of(slot.module)[slot.attribute] = slot.parameter
             _owned.setdefault(slot.module, {})[slot.attribute] = weakref.ref(state)
     optimizer_patches.register_replaced(param.parameter for param in plan.managed.params)
-    optimizer_patches.patches.patch()  # optimizers that hold the replaced parameters raise an error
-    for patches in (data_parallel.patches, *compiled.patches):
-        patches.patch()
+    patch_for_fully_shard()
     for module in plan.managed.modules:  # torch.compile asks for these
         module.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
     for module in plan.managed.holders:

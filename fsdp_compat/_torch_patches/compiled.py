@@ -8,10 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 from .. import _torch_private
-from .._engine.hooks import around_method
 from .._engine.on_import import PatchOnImport
-from .._engine.patches import around_functions
-from .units import COMPILED_MODULE, clean_name
+from .._engine.patches import around_functions, around_method
+from .._state.units import COMPILED_MODULE, clean_name
 
 
 def _load(original: Any, module: Any, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:

@@ -10,8 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import _torch_private
-from .._engine import hooks
-from .._engine.patches import Patch
+from .._engine.patches import Patch, around_method
 from .._state import optimizer_patches
 from .._state.units import is_lazy
 from ..errors import UsageError
@@ -51,4 +50,4 @@ def _refuse_sharded(module: nn.Module) -> None:
             )
 
 
-patches = Patch(lambda: [hooks.around_method(DistributedDataParallel, "__init__", _init)])
+patches = Patch(lambda: [around_method(DistributedDataParallel, "__init__", _init)])
