@@ -11,7 +11,6 @@ from fsdp_compat._front_ends.fully_shard.policies import (
 )
 from fsdp_compat._plan import Plan, plan
 from fsdp_compat._state.description import Description, UnitDescription, describe
-from fsdp_compat._torch_patches import undo_torch_patches
 from fsdp_compat.api import (
     BackwardPrefetch,
     CPUOffload,
@@ -78,6 +77,5 @@ __all__ = [
     "plan",
     "register_fsdp_forward_method",
     "share_comm_ctx",
-    "undo_torch_patches",
     "uninstall",
 ]

@@ -80,7 +80,7 @@ torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
 for _ in range(2):
     fsdp_compat.FullyShardedDataParallel(torch.nn.Linear(2, 2))
     found.append(changed(before, looks()))
-    fsdp_compat.undo_torch_patches()
+    fsdp_compat.uninstall()
     found.append(changed(before, looks()))
 print(json.dumps(found))
 """

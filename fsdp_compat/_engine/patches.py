@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 Undo = Callable[[], object]
@@ -61,8 +61,9 @@ def around_functions(
         for name, ours in calls.items()
         if callable(original := vars(module).get(name))
     ]
-    swap(pairs, module)
-    return [functools.partial(swap, [(function, original) for original, function in pairs], module)]
+    back = [(function, original) for original, function in pairs]
+    swap(pairs, also=module)
+    return [functools.partial(swap, back, also=module)]
 
 
 def _around(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
@@ -73,39 +74,44 @@ def _around(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[
     return function
 
 
-class Swapped(NamedTuple):
-    """A variable of a module that has another value now."""
+class Variable(NamedTuple):
+    """A variable of a module."""
 
     module: str
     namespace: dict[str, Any]
     name: str
-    old: Any
-    new: Any
+    value: Any
 
 
 def swap(
     pairs: Iterable[tuple[Any, Any]],
-    module: types.ModuleType | None = None,
-    skipped: tuple[str, ...] = (),
-) -> list[Swapped]:
-    """Replace objects by others, as (old, new), in all modules that have them under any name, and
-    in ``module``. skipped: how the names of modules begin that keep the old ones. What a partial, a
-    table, a class, a closure or a default argument holds stays as it is."""
+    also: types.ModuleType | None = None,
+    where: Callable[[str], bool] = lambda module: True,
+) -> list[Variable]:
+    """Replace objects by others, as (old, new), in all modules that have them under any name. What
+    a partial, a table, a class, a closure or a default argument holds stays as it is. Return the
+    variables as they were. also: a module that need not be in sys.modules."""
     new_of = {id(old): (old, new) for old, new in pairs}
-    found = []
-    for name, namespace in _namespaces(module):
-        for key, value in list(namespace.items()) if not name.startswith(skipped) else ():
-            old, new = new_of.get(id(value), (None, None))
-            if old is not None and old is value:
-                namespace[key] = new
-                found.append(Swapped(name, namespace, key, old, new))
+    found = variables_of([old for old, _ in new_of.values()], also, where)
+    for each in found:
+        each.namespace[each.name] = new_of[id(each.value)][1]
     return found
 
 
-def _namespaces(also: types.ModuleType | None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the name and the namespace of each module, but for those of this package."""
-    package = __name__.partition(".")[0]
-    for name, module in [*sys.modules.items(), *([] if also is None else [("", also)])]:
-        if issubclass(type(module), types.ModuleType) and name.partition(".")[0] != package:
+def variables_of(
+    objects: Iterable[Any],
+    also: types.ModuleType | None = None,
+    where: Callable[[str], bool] = lambda module: True,
+) -> list[Variable]:
+    """Return the variables of modules that are one of ``objects``, except for this package's."""
+    package, wanted = __name__.partition(".")[0], {id(each): each for each in objects}
+    found = []
+    for module, its in [*sys.modules.items(), *([] if also is None else [("", also)])]:
+        is_own = module.partition(".")[0] == package
+        if issubclass(type(its), types.ModuleType) and not is_own and where(module):
             # vars() would load the modules of importlib.util.LazyLoader
-            yield name, object.__getattribute__(module, "__dict__")
+            namespace: dict[str, Any] = object.__getattribute__(its, "__dict__")
+            for name, value in list(namespace.items()):
+                if id(value) in wanted:
+                    found.append(Variable(module, namespace, name, value))
+    return found

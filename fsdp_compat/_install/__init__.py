@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import threading
 
+from .. import _torch_patches
 from . import client_fixes, log, torch_internals
 from .modules import Modules
 from .refusals import require_replaceable, require_supported_torch
@@ -55,16 +56,23 @@ def install(*, fix_clients: bool = True) -> None:
 
 
 def uninstall() -> None:
-    """Revert ``install()``, including for names that were imported since, and fixes of clients.
-    Wrapped models stay as they are. Without ``install()`` it does nothing else."""
+    """Undo all that fsdp_compat has changed in the process: ``install()``, the fixes of clients,
+    and the patches of torch that wrapping or sharding a model has made.
+
+    For tests, and for programs that train with plain torch later. Models that are sharded already
+    then lack the patches: torch.nn.utils.clip_grad_norm_, for example, sees only this rank's
+    shards. Sharding another model makes them again. Modules that had imported names of
+    torch.distributed.fsdp before ``install()``, and torch's own, get torch's back. Names that other
+    modules have imported since stay fsdp_compat's, like those imported from fsdp_compat.
+    """
     global _installed
     with _lock:
         for each in (*client_fixes.PATCHES, *torch_internals.PATCHES):
             each.undo()
-        if _installed is None:
-            return
-        _installed.remove()
-        _installed = None
+        if _installed is not None:
+            _installed.remove()
+            _installed = None
+        _torch_patches.undo()
 
 
 for _fix in client_fixes.PATCHES:

@@ -5,8 +5,22 @@ from __future__ import annotations
 import logging
 import os
 
-logger = logging.getLogger("fsdp_compat.install")  # replacements, and what programs read
-_seen: set[tuple[str, str]] = set()
+logger = logging.getLogger("fsdp_compat.install")
+_READ = "private name %s.%s is read"
+_seen: set[tuple[object, ...]] = set()
+
+
+def _is_new(record: logging.LogRecord) -> bool:
+    """False for a name that the same line has read before."""
+    if record.msg != _READ:
+        return True
+    key = (record.args, record.pathname, record.lineno)
+    is_new = key not in _seen
+    _seen.add(key)
+    return is_new
+
+
+logger.addFilter(_is_new)
 
 
 def begin() -> None:
@@ -14,13 +28,11 @@ def begin() -> None:
     asked = "install" in os.environ.get("FSDP_COMPAT_LOG", "").replace(" ", "").split(",")
     if asked and not logger.handlers:
         handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+        handler.setFormatter(logging.Formatter("%(name)s: %(message)s (%(pathname)s:%(lineno)d)"))
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
 
 
-def read(module: str, name: str, reader: str) -> None:
-    """Log, once for each reader, that a private name of a module of torch's FSDP was read."""
-    if logger.isEnabledFor(logging.INFO) and (f"{module}.{name}", reader) not in _seen:
-        _seen.add((f"{module}.{name}", reader))
-        logger.info("private name %s.%s is read by %s", module, name, reader)
+def read(module: str, name: str) -> None:
+    """Log, once for each line of code, that it reads a private name of a module of torch's FSDP."""
+    logger.info(_READ, module, name, stacklevel=3)

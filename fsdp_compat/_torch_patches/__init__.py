@@ -79,12 +79,7 @@ def patch_torch(model: nn.Module) -> None:
         assignments.watch(found.unit)
 
 
-def undo_torch_patches() -> None:
-    """Restore everything that wrapping a model has changed in torch for the whole process.
-
-    For tests, and for programs that train with fsdp_compat first and with plain torch afterwards.
-    Models that are sharded already then lack these patches: torch.nn.utils.clip_grad_norm_, for
-    example, sees only this rank's shards. Wrapping another model applies the patches again.
-    """
+def undo() -> None:
+    """Undo all changes that were made; wrapping or sharding another model makes them again."""
     for each in (*_FOR_ALL, *_FOR_WRAPPERS):
         each.undo()

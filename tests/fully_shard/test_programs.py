@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+import fsdp_compat
 from tests.support.fully_sharded import api, pair_of, partial_shard, shard_all, sharded_modules
 from tests.support.models import Block, Part, Program, Stack
 from tests.support.parity import (
@@ -346,6 +347,19 @@ def test_an_evaluation_sees_parameters_that_were_updated_after_the_last(name: st
         update(pair.model, pair.optim)
         pair.compare_outputs()
     pair.compare_parameters()
+
+
+@on_ranks(2)
+def test_an_evaluation_sees_steps_after_uninstall() -> None:
+    """Another model makes the patches again; they have missed these steps."""
+    pair = pair_of(Stack, partial_shard(reshard_after_forward=False), _adamw_foreach)
+    pair.backwards()
+    pair.compare_outputs()
+    fsdp_compat.uninstall()
+    _step(pair.plain, pair.plain_optim)
+    _step(pair.model, pair.optim)
+    api.fully_shard(nn.Linear(2, 2))
+    pair.compare_outputs()
 
 
 @mapped_or_sent

@@ -8,6 +8,7 @@ import copy
 import functools
 import gc
 import importlib
+import importlib.util
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -383,6 +384,9 @@ def test_a_name_without_a_meaning_says_what_to_use() -> None:
         from torch.distributed.fsdp._unshard_param_utils import (  # noqa: F401
             _unflatten_as_params,
         )
+    with pytest.raises(ImportError, match="To do: use public names of torch"):
+        from torch.distributed.fsdp import missing  # noqa: F401
     assert not hasattr(part_of_torch("_optim_utils"), "_optim_state_dict")
+    assert importlib.util.find_spec("torch.distributed.fsdp._shard_utils") is not None
     with pytest.raises(AttributeError, match="summon_full_params"):
         make(0, False)._handle._use_unsharded_views(as_params=True)

@@ -642,7 +642,7 @@ def test_clip_grad_norm_that_a_library_replaced_before_wrapping(kind: str) -> No
         library.__closure__ = called.__closure__  # type: ignore[attr-defined]
     elif kind == "without closure":
         library = _as_a_library
-    fsdp_compat.undo_torch_patches()
+    fsdp_compat.uninstall()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.nn.utils.clip_grad, "clip_grad_norm_", library)
         patch.setattr(torch.nn.utils, "clip_grad_norm_", library)
@@ -650,7 +650,7 @@ def test_clip_grad_norm_that_a_library_replaced_before_wrapping(kind: str) -> No
         model(torch.tensor([2.0, 1.0, 2.0])).sum().backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         assert norm.item() == pytest.approx(10**0.5)
-        fsdp_compat.undo_torch_patches()
+        fsdp_compat.uninstall()
         assert torch.nn.utils.clip_grad_norm_ is torch.nn.utils.clip_grad.clip_grad_norm_ is library
 
 
