@@ -153,10 +153,23 @@ class FullyShardedDataParallel(ClientAttributes):
         allow_unused_units: bool = False,
         keep_units_below: int = 0,
     ) -> None:
-        kwargs = {  # all other arguments: there are no other local names yet
-            name: value
-            for name, value in dict(locals()).items()
-            if name not in ("self", "module", "auto_wrap_policy", "__class__")
+        kwargs = {
+            "allow_unused_units": allow_unused_units,
+            "backward_prefetch": backward_prefetch,
+            "cpu_offload": cpu_offload,
+            "device_id": device_id,
+            "device_mesh": device_mesh,
+            "forward_prefetch": forward_prefetch,
+            "ignored_modules": ignored_modules,
+            "ignored_states": ignored_states,
+            "keep_units_below": keep_units_below,
+            "limit_all_gathers": limit_all_gathers,
+            "mixed_precision": mixed_precision,
+            "param_init_fn": param_init_fn,
+            "process_group": process_group,
+            "sharding_strategy": sharding_strategy,
+            "sync_module_states": sync_module_states,
+            "use_orig_params": use_orig_params,
         }
         super().__init__()
         plan = construction.plan(module, auto_wrap_policy, kwargs)

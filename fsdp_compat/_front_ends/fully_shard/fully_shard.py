@@ -96,7 +96,18 @@ def fully_shard(
     Collective only where process groups are made: for a number as ``reshard_after_forward``, and
     for several names for a dimension in ``dp_mesh_dims``.
     """
-    planned = plan(owners=state.owners, **locals())  # there are no other local names yet
+    planned = plan(
+        module,
+        state.owners,
+        mesh=mesh,
+        reshard_after_forward=reshard_after_forward,
+        shard_placement_fn=shard_placement_fn,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        ignored_params=ignored_params,
+        dp_mesh_dims=dp_mesh_dims,
+        allow_unused_units=allow_unused_units,
+    )
     made = state.apply(planned)
     for each in made.modules:
         each.__class__ = shard_class(type(each))
