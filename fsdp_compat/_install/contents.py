@@ -1,16 +1,20 @@
-"""Every module of torch.distributed.fsdp that clients use, and the names in it."""
+"""Every module of torch.distributed.fsdp that clients use, and the names in it.
+
+What is private is there because somebody reads it: each name has its readers beside it, and their
+versions are in ``READERS``. What nobody there reads is left out."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from .. import api, fully_sharded_data_parallel, sharded_grad_scaler, wrap
-from .._front_ends.flat import client_attributes
+from .._front_ends.flat.client_attributes import ClientAttributes, TrainingState
 from .._front_ends.flat.flat_param_handle import FlatParamHandle, handles_in
 from .._front_ends.fully_shard import policies as fully_shard_policies
 from .._front_ends.fully_shard.fully_shard import fully_shard
 from .._front_ends.fully_shard.handles import GradientReductionHandle, UnshardHandle
 from .._front_ends.fully_shard.module import FSDPModule, share_comm_ctx
+from .._front_ends.fully_shard.state import ParamGroup, ShardedModules
 from .._state.units import FSDP_WRAPPED_MODULE, clean_name
 from . import private_names as private
 
@@ -36,102 +40,142 @@ _EMPTY = (
 
 _POLICIES = ("CPUOffloadPolicy", "DataParallelMeshDims", "MixedPrecisionPolicy", "OffloadPolicy")
 
+# Repositories: the version that was read, or the date of the last commit.
+READERS = {
+    "accelerate": "1.15",
+    "audiocraft": "1.3",
+    "composer": "0.33",
+    "cosmos-framework": "2026",
+    "dinov2": "2025-08",
+    "dinov3": "2026-07",
+    "finetuning-scheduler": "2.14",
+    "litgpt": "0.5.13",
+    "OLMo": "0.6",
+    "open_flamingo": "2.0.1",
+    "torch": "2.11 to 2.15",
+    "TransformerEngine": "2.20",
+    "verl": "0.7 and 0.9",
+    "Wan2.1": "2026-03",
+}
+
+# Private names, by module: what they are here, and who reads them.
+PRIVATE: dict[str, dict[str, tuple[Any, str]]] = {
+    "_wrap_utils": {
+        "_construct_wrap_fn": (private.construct_wrap_fn, "torch"),
+        "_post_order_apply": (private.post_order_apply, "torch"),
+    },
+    "_common_utils": {
+        "FSDP_WRAPPED_MODULE": (FSDP_WRAPPED_MODULE, "torch, audiocraft, verl"),
+        "HandleTrainingState": (private.HandleTrainingState, "audiocraft"),
+        "TrainingState": (TrainingState, "audiocraft"),
+        "_get_module_fsdp_state": (private.module_state, "TransformerEngine"),
+        "_get_module_fsdp_state_if_fully_sharded_module": (private.module_state, "torch, verl"),
+        "_get_param_to_fqns": (private.names_of_params, "finetuning-scheduler"),
+        "_is_fsdp_flattened": (private.is_flattened, "finetuning-scheduler"),
+        "_named_parameters_with_duplicates": (private.named_parameters_with_duplicates, "torch"),
+        "_set_fsdp_flattened": (private.set_flattened, "torch"),
+        "clean_tensor_name": (clean_name, "composer"),
+        "collect_grad_tensors": (private.collect_grad_tensors, "torch"),
+        "replace_grad_tensors": (private.replace_grad_tensors, "torch"),
+    },
+    "_flat_param": {
+        "FlatParamHandle": (FlatParamHandle, "OLMo, composer"),
+        "FlatParameter": (fully_sharded_data_parallel.FlatParameter, "torch"),
+    },
+    "_init_utils": {
+        "HYBRID_SHARDING_STRATEGIES": (
+            [api.ShardingStrategy.HYBRID_SHARD, api.ShardingStrategy._HYBRID_SHARD_ZERO2],
+            "torch",
+        ),
+        "_init_intra_and_inter_node_groups": (private.node_groups, "open_flamingo"),
+    },
+    "_runtime_utils": {
+        "_lazy_init": (private.lazy_init, "OLMo, verl"),
+        "_post_backward_final_callback": (private.finish_backward, "composer"),
+        "_post_backward_hook": (private.post_backward_hook, "audiocraft"),
+        "_reshard": (private.reshard, "audiocraft, dinov2"),
+        "_root_pre_forward": (private.root_pre_forward, "litgpt"),
+    },
+    "_traversal_utils": {
+        "_get_fsdp_handles": (handles_in, "cosmos-framework"),
+        "_get_fsdp_states_with_modules": (private.states_with_modules, "TransformerEngine"),
+    },
+    "_unshard_param_utils": {
+        "_get_module_fsdp_state": (private.module_state, "verl"),
+        "_unshard_params_for_summon": (private.summoned, "verl"),
+    },
+}
+
+# Private attributes of models, by class, and who reads or sets them.
+ATTRIBUTES: dict[type, dict[str, str]] = {
+    ClientAttributes: {
+        "_all_handles": "verl",
+        "_flat_param": "accelerate",
+        "_handle": "accelerate, audiocraft, verl, Wan2.1",
+        "_has_params": "accelerate",
+        "_is_root": "verl",
+        "_state_dict_type": "audiocraft",
+    },
+    FlatParamHandle: {
+        "_get_padded_unsharded_flat_param": "audiocraft",
+        "_offload_params": "verl",
+        "_orig_param_dtype": "accelerate",
+        "flat_param": "verl, Wan2.1",
+        "flat_param_to": "verl",
+        "reshard": "verl",
+    },
+    fully_sharded_data_parallel.FlatParameter: {
+        "_fqns": "accelerate, OLMo",
+        "_is_flat_param": "OLMo",
+        "_local_shard": "composer, verl",
+        "_shapes": "OLMo",
+        "_shard_param_infos": "OLMo",
+    },
+    ShardedModules: {
+        "_fsdp_param_group": "composer, dinov3",
+        "_lazy_init": "dinov3",
+        "_mp_policy": "finetuning-scheduler",
+        "_root_post_backward_final_callback": "torch",
+        "_state_ctx": "torch",
+    },
+    ParamGroup: {"post_forward_mesh_info": "composer, dinov3"},
+}
+
 
 def contents() -> dict[str, dict[str, Any]]:
     """Return the names of each module, by the module's name below the package ("" for that)."""
     front_end = fully_sharded_data_parallel
     configs = {name: getattr(api, name) for name in api.__all__}
     wrapper = {
+        "FlatParameter": front_end.FlatParameter,
         "FullyShardedDataParallel": front_end.FullyShardedDataParallel,
         "OptimStateKeyType": front_end.OptimStateKeyType,
     }
-    flat = {"FlatParameter": front_end.FlatParameter}
-    policies = {
-        name: getattr(wrap, name)
-        for name in (
-            *wrap.__all__,
-            *("_Policy", "_module_wrap_policy", "_or_policy", "_recursive_wrap"),
-            "_wrap_module_cls_individually",
-        )
-    }
-    wrapping = {
-        "_construct_wrap_fn": private.construct_wrap_fn,
-        "_post_order_apply": private.post_order_apply,
-    }
-    strategy = api.ShardingStrategy
-    found: dict[str, dict[str, Any]] = {
-        "": {**wrapper, **configs, **flat, **fully_shard_names()},
+    policies = ("_Policy", "_module_wrap_policy", "_or_policy", "_recursive_wrap")
+    return {
+        "": {**wrapper, **configs, **fully_shard_names()},
         "api": configs,
-        "wrap": {**policies, **wrapping},
-        "_wrap_utils": {**policies, **wrapping},
+        "wrap": {
+            name: getattr(wrap, name)
+            for name in (*wrap.__all__, *policies, "_wrap_module_cls_individually")
+        },
         "fully_sharded_data_parallel": {
             **wrapper,
             **configs,
-            **flat,
             "CustomPolicy": wrap.CustomPolicy,
             "FLAT_PARAM": front_end.FLAT_PARAM,
-            "FSDP_PREFIX": private.FSDP_PREFIX,
+            "FSDP_PREFIX": FSDP_WRAPPED_MODULE + ".",
             "FSDP_WRAPPED_MODULE": FSDP_WRAPPED_MODULE,
             "ModuleWrapPolicy": wrap.ModuleWrapPolicy,
-            "_lazy_init": client_attributes.lazy_init,
             "clean_tensor_name": clean_name,
         },
         "sharded_grad_scaler": {"ShardedGradScaler": sharded_grad_scaler.ShardedGradScaler},
-        "_common_utils": {
-            "FSDP_FLATTENED": private.FSDP_FLATTENED,
-            "FSDP_PREFIX": private.FSDP_PREFIX,
-            "FSDP_WRAPPED_MODULE": FSDP_WRAPPED_MODULE,
-            "HandleTrainingState": private.HandleTrainingState,
-            "TrainingState": client_attributes.TrainingState,
-            "_FSDPState": private.FSDPState,
-            "_apply_to_modules": private.apply_to_modules,
-            "_get_module_fsdp_state": private.module_state,
-            "_get_module_fsdp_state_if_fully_sharded_module": private.module_state,
-            "_get_param_to_fqns": private.names_of_params,
-            "_has_fsdp_params": private.has_params,
-            "_is_fsdp_flattened": private.is_flattened,
-            "_module_handle": private.module_handle,
-            "_named_parameters_with_duplicates": private.named_parameters_with_duplicates,
-            "_set_fsdp_flattened": private.set_flattened,
-            "clean_tensor_name": clean_name,
-            "collect_grad_tensors": private.collect_grad_tensors,
-            "replace_grad_tensors": private.replace_grad_tensors,
+        **{
+            module: {name: value for name, (value, _) in rows.items()}
+            for module, rows in PRIVATE.items()
         },
-        "_flat_param": {
-            **flat,
-            "FlatParamHandle": FlatParamHandle,
-            "HandleShardingStrategy": strategy,
-            "_FLAT_PARAM": front_end.FLAT_PARAM,
-        },
-        "_init_utils": {
-            "HYBRID_SHARDING_STRATEGIES": [strategy.HYBRID_SHARD, strategy._HYBRID_SHARD_ZERO2],
-            "NO_RESHARD_AFTER_FORWARD_STRATEGIES": (
-                strategy.SHARD_GRAD_OP,
-                strategy._HYBRID_SHARD_ZERO2,
-            ),
-            "_init_intra_and_inter_node_groups": private.node_groups,
-        },
-        "_runtime_utils": {
-            "_lazy_init": client_attributes.lazy_init,
-            "_post_backward_final_callback": private.finish_backward,
-            "_post_backward_hook": private.post_backward_hook,
-            "_reshard": private.reshard,
-            "_root_pre_forward": client_attributes.root_pre_forward,
-            "_unshard": private.unshard,
-        },
-        "_traversal_utils": {
-            "_get_fsdp_handles": handles_in,
-            "_get_fsdp_states": front_end.FullyShardedDataParallel.fsdp_modules,
-            "_get_fsdp_states_with_modules": private.states_with_modules,
-        },
-        "_unshard_param_utils": {
-            "FLAT_PARAM": front_end.FLAT_PARAM,
-            "_get_module_fsdp_state": private.module_state,
-            "_unshard_params": front_end.FullyShardedDataParallel.summon_full_params,
-            "_unshard_params_for_summon": private.summoned,
-        },
+        **{module: {} for module in _EMPTY},
     }
-    return found | {name: {} for name in _EMPTY}
 
 
 def fully_shard_names() -> dict[str, Any]:

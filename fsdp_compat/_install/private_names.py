@@ -5,28 +5,19 @@ from __future__ import annotations
 import contextlib
 import enum
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from .._engine.dtypes import map_tensors, tensors_in
-from .._front_ends.flat.flat_param_handle import FlatParamHandle, handle_of
-from .._front_ends.flat.flat_unit import flat_unit_of
-from .._state.units import FSDP_WRAPPED_MODULE, clean_name
-from .._torch_private import ComposableState
+from .._front_ends.flat.flat_param_handle import FlatParamHandle
+from .._state.units import clean_name
 from ..errors import StateError
 from ..fully_sharded_data_parallel import FlatParameter, FullyShardedDataParallel
 
-T = TypeVar("T")
-
-FSDP_PREFIX = FSDP_WRAPPED_MODULE + "."
-FSDP_FLATTENED = "_fsdp_flattened"
-
-
-class FSDPState(ComposableState):
-    """Never instantiated; exists so that clients' isinstance checks work."""
+_FLATTENED = "_fsdp_flattened"
 
 
 class HandleTrainingState(enum.Enum):
@@ -54,12 +45,16 @@ def states_with_modules(
     return wrappers, list(wrappers)
 
 
-def module_handle(state: FullyShardedDataParallel, module: nn.Module) -> FlatParamHandle | None:
-    return handle_of(flat_unit_of(module))
+def lazy_init(state: nn.Module, module: nn.Module) -> nn.Module:
+    """Nothing is left to initialize here."""
+    return state
 
 
-def has_params(state: FullyShardedDataParallel, module: nn.Module) -> bool:
-    return bool(flat_unit_of(state).unit.groups)
+def root_pre_forward(
+    state: nn.Module, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Forward needs no preparation here."""
+    return args, kwargs
 
 
 def finish_backward(state: nn.Module, module: nn.Module) -> None:
@@ -76,12 +71,6 @@ def post_backward_hook(*unused: Any) -> NoReturn:
         fix="leave the call out; to change how gradients are reduced, use "
         "model.register_comm_hook(state, hook)",
     )
-
-
-def unshard(state: FullyShardedDataParallel, of: FlatParamHandle | None, *streams: Any) -> None:
-    """Collective, see ``FlatParamHandle.unshard``."""
-    if of is not None:
-        of.unshard()
 
 
 def reshard(
@@ -119,11 +108,11 @@ def node_groups(
 
 
 def set_flattened(tensor: torch.Tensor) -> None:
-    setattr(tensor, FSDP_FLATTENED, True)
+    setattr(tensor, _FLATTENED, True)
 
 
 def is_flattened(tensor: torch.Tensor) -> bool:
-    return getattr(tensor, FSDP_FLATTENED, False)
+    return getattr(tensor, _FLATTENED, False)
 
 
 def named_parameters_with_duplicates(
@@ -136,53 +125,22 @@ def named_parameters_with_duplicates(
         return list(module.named_parameters(**options))
 
 
-def apply_to_modules(
-    root: nn.Module,
-    visit: Callable[..., Any],
-    result: Callable[..., T],
-    filter_fqns: list[str] | None = None,
-    *args: Any,
-    **kwargs: Any,
-) -> T:
-    """Call ``visit(module, prefix, depth, *args, **kwargs)`` for every module, outer ones first,
-    and return ``result(*args, **kwargs)``. filter_fqns: names of parameters as wrappers report
-    them: the name of a wrapper's module is no part of a prefix that no such name begins with."""
-    known = None
-    if filter_fqns is not None:
-        parts = [name.split(".") for name in filter_fqns]
-        known = {".".join(each[:end]) + "." for each in parts for end in range(1, len(each))}
-
-    def walk(module: nn.Module, prefix: str, depth: int) -> None:
-        visit(module, prefix, depth, *args, **kwargs)
-        for name, child in module.named_children():
-            inner = f"{prefix}{name}."
-            hidden = name in (FSDP_WRAPPED_MODULE, "_dmp_wrapped_module", "module")
-            if hidden and known is not None and inner not in known:
-                inner = prefix
-            walk(child, inner, depth + 1)
-
-    walk(root, "", 0)
-    return result(*args, **kwargs)
-
-
 def names_of_params(
     model: nn.Module, dedup_shared_params: bool = True
 ) -> dict[nn.Parameter, list[str]]:
     """Return each parameter's names before wrapping; if deduplicated, only the first."""
     found: dict[nn.Parameter, list[str]] = {}
-
-    def visit(module: nn.Module, prefix: str, depth: int) -> None:
+    for prefix, module in model.named_modules(remove_duplicate=False):
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
             own = parameter._fqns if isinstance(parameter, FlatParameter) else [name]
-            names = [clean_name(prefix + each) for each in own]
+            names = [clean_name(f"{prefix}.{each}".lstrip(".")) for each in own]
             if parameter not in found:
                 found[parameter] = names
             elif not dedup_shared_params:
                 found[parameter] += names
-
-    return apply_to_modules(model, visit, lambda: found)
+    return found
 
 
 # -- tensors in nested values

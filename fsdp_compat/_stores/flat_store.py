@@ -57,10 +57,6 @@ class FlatParameter(nn.Parameter):
         return tuple(torch.Size(param.shape) for param in self._layout.params)
 
     @property
-    def _numels(self) -> tuple[int, ...]:
-        return tuple(param.numel for param in self._layout.params)
-
-    @property
     def _shard_param_infos(self) -> tuple[ShardParamInfo, ...]:
         infos = []
         for index in range(len(self._layout.params)):

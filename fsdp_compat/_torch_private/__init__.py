@@ -21,7 +21,6 @@ from torch._C._distributed_c10d import Store as Store
 from torch._C._dynamo import eval_frame
 from torch._functorch import pyfunctorch
 from torch.autograd import forward_ad
-from torch.distributed._composable_state import _State
 from torch.distributed.constants import default_pg_timeout
 from torch.utils import _python_dispatch, checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -400,9 +399,6 @@ def as_plain_tensor(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
-
-# The base of torch's _FSDPState: parts of torch and clients use that class in isinstance checks.
-ComposableState = _State
 
 # Of torch.distributed.checkpoint.state_dict: the names of a parameter in state dicts. It refuses
 # names without the part that torch.compile adds.

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from fsdp_compat.__main__ import main
-from fsdp_compat._install import private_names
+from fsdp_compat._front_ends.flat.client_attributes import ClientAttributes
+from fsdp_compat._install import contents, private_names
 from tests.support.programs import Launcher, python
 from tests.support.sampling import sample
 
@@ -42,29 +43,16 @@ NAMES = {
     "ShardingStrategy StateDictType",
     ".wrap": "CustomPolicy ModuleWrapPolicy _Policy _module_wrap_policy _or_policy "
     "_recursive_wrap _wrap_module_cls_individually always_wrap_policy enable_wrap "
-    "lambda_auto_wrap_policy size_based_auto_wrap_policy transformer_auto_wrap_policy wrap "
-    "_construct_wrap_fn _post_order_apply",
-    "._wrap_utils": "_construct_wrap_fn _post_order_apply",
+    "lambda_auto_wrap_policy size_based_auto_wrap_policy transformer_auto_wrap_policy wrap",
     ".fully_sharded_data_parallel": "BackwardPrefetch CPUOffload FullOptimStateDictConfig "
     "FullStateDictConfig FullyShardedDataParallel MixedPrecision OptimStateKeyType "
     "ShardedStateDictConfig ShardingStrategy StateDictType FLAT_PARAM clean_tensor_name",
     ".sharded_grad_scaler": "ShardedGradScaler",
-    "._common_utils": "FSDP_FLATTENED FSDP_PREFIX FSDP_WRAPPED_MODULE HandleTrainingState "
-    "TrainingState _FSDPState _get_module_fsdp_state "
-    "_get_module_fsdp_state_if_fully_sharded_module _is_fsdp_flattened "
-    "_named_parameters_with_duplicates _set_fsdp_flattened clean_tensor_name "
-    "_apply_to_modules _get_param_to_fqns _has_fsdp_params _module_handle "
-    "collect_grad_tensors replace_grad_tensors",
-    "._init_utils": "HYBRID_SHARDING_STRATEGIES _init_intra_and_inter_node_groups",
-    "._runtime_utils": "_lazy_init _post_backward_final_callback _post_backward_hook "
-    "_root_pre_forward _reshard _unshard",
-    "._flat_param": "FlatParamHandle FlatParameter",
-    "._traversal_utils": "_get_fsdp_handles _get_fsdp_states _get_fsdp_states_with_modules",
-    "._unshard_param_utils": "_get_module_fsdp_state _unshard_params _unshard_params_for_summon",
     "._fully_shard": "FSDPModule fully_shard MixedPrecisionPolicy",
     "._fully_shard._fsdp_param_group": "FSDPParamGroup",
     "._shard_utils": "_create_chunk_sharded_tensor",
     "._fsdp_extensions": "FSDPExtensions",
+    **{f".{module}": " ".join(rows) for module, rows in contents.PRIVATE.items()},
 }
 
 
@@ -499,6 +487,18 @@ def test_names_that_a_program_reads_in_every_step_are_logged_once(
         assert logged == [(f"private name {name} is read", line)], logged
     """
     assert_passes(launcher, tmp_path, program)
+
+
+def test_each_private_name_is_there_and_has_readers() -> None:
+    listed = [readers for rows in contents.PRIVATE.values() for _, readers in rows.values()]
+    for cls, attributes in contents.ATTRIBUTES.items():
+        listed += attributes.values()
+        missing = [name for name in attributes if not hasattr(cls, name)]
+        assert not missing, (cls, missing)
+    assert {each for readers in listed for each in readers.split(", ")} == {*contents.READERS}
+    attributes = contents.ATTRIBUTES[ClientAttributes]
+    private = {name for name in vars(ClientAttributes) if name[0] == "_" and name[1] != "_"}
+    assert private == attributes.keys(), "each is listed"
 
 
 class Output(NamedTuple):

@@ -102,9 +102,7 @@ def test_audiocraft_replaces_a_hook_and_reshards_what_stayed_unsharded(
         assert not hasattr(unit, "_handles")
         unsharded = unit._handle._get_padded_unsharded_flat_param()
         sizes.append(unsharded._typed_storage()._size())
-        assert not sizes[-1] or not unit._handle.needs_unshard()
         utils._reshard(unit, unit._handle, True)
-        assert unit._handle.needs_unshard()
         assert not unit._handle._get_padded_unsharded_flat_param().numel()
     assert any(sizes)
 
@@ -216,8 +214,6 @@ def test_wan_frees_the_storage_of_large_shards(use_orig_params: bool) -> None:
 def test_verl_and_litgpt_look_at_handles_and_show_whole_parameters(use_orig_params: bool) -> None:
     model, utils = make(0, use_orig_params), part_of_torch("_unshard_param_utils")
     for handle in model._all_handles:
-        assert handle.is_sharded(handle.flat_param)
-        assert not handle.is_sharded(torch.empty(3))
         with pytest.raises(AttributeError, match="flat_param_to"):
             handle._use_sharded_views()
     expected, shards = whole(model), [handle.flat_param.shape for handle in model._all_handles]
@@ -227,54 +223,33 @@ def test_verl_and_litgpt_look_at_handles_and_show_whole_parameters(use_orig_para
     with contextlib.ExitStack() as stack:
         stack.enter_context(utils._unshard_params_for_summon(module=model, state=state, **options))
         assert model.module.stem.weight.shape == (DIM, DIM)
-        stack.enter_context(utils._unshard_params(model, recurse=True, **options))
+        stack.enter_context(FSDP.summon_full_params(model, **options))
         found = {name: p.detach().clone() for name, p in model.named_parameters()}
         assert_identical(found, expected)
     assert [handle.flat_param.shape for handle in model._all_handles] == shards
 
 
-# -- composer, and programs that unshard by hand
+# -- composer
 
 
 @both_forms
 @on_ranks(2)
 @installed
-def test_units_are_unsharded_by_hand_and_methods_of_handles_may_be_replaced(
+def test_composer_replaces_methods_of_handles_and_finishes_a_failed_backward(
     use_orig_params: bool,
 ) -> None:
     handles, utils = part_of_torch("_flat_param"), part_of_torch("_runtime_utils")
-    original = handles.FlatParamHandle.unshard
-    handles.FlatParamHandle.unshard = lambda self: pytest.fail("nobody calls it")
+    original = handles.FlatParamHandle.reshard
+    handles.FlatParamHandle.reshard = lambda self: pytest.fail("nobody calls it")
     try:
         model = make(0, use_orig_params)
         plain = copy.deepcopy(Stack(2))
         plain.load_state_dict(whole(model))
         model(inputs()).sum().backward()
     finally:
-        handles.FlatParamHandle.unshard = original
-    for unit in FSDP.fsdp_modules(model):
-        handle = part_of_torch("_common_utils")._module_handle(unit, unit)
-        assert part_of_torch("_common_utils")._has_fsdp_params(unit, unit)
-        for _ in range(2):
-            utils._unshard(unit, handle, None, None)
-            assert not handle.needs_unshard()
-    assert model.module.blocks[0].up.weight.shape == (2 * DIM, DIM)
-    with torch.no_grad():
-        assert_close(model(inputs()), plain(inputs()), "unsharded by hand")
-    for unit in FSDP.fsdp_modules(model):
-        utils._reshard(unit, unit._handle, True)
-        assert unit._handle.needs_unshard()
-    model(inputs()).sum().backward()
-    unit = model.module.blocks[1]
-    seen = []
-
-    def before(module: nn.Module, args: object) -> None:
-        unit._handle.unshard()  # ahead of its use, in forward
-        seen.append(unit._handle.needs_unshard())
-
-    model.module.stem.register_forward_pre_hook(before)
-    assert_close(model(inputs()), plain(inputs()), "unsharded in forward")
-    assert seen == [False]
+        handles.FlatParamHandle.reshard = original
+    utils._post_backward_final_callback(model, model)
+    assert_close(model(inputs()), plain(inputs()), "the next forward")
 
 
 # -- open_flamingo
@@ -340,20 +315,6 @@ def test_names_of_parameters_are_those_of_torch(use_orig_params: bool) -> None:
             assert [(id(p), type(names)) for p, names in found.items()] == [
                 (id(p), list) for p in ours.parameters()
             ]
-        trails: list[list[tuple[str, int]]] = [[], []]
-        for trail, model, apply in (
-            (trails[0], ours, utils["_apply_to_modules"]),
-            (trails[1], theirs, torch_utils._apply_to_modules),
-        ):
-            for names in (None, ["first.weight", "block.bias"]):
-                apply(
-                    model,
-                    lambda _, prefix, depth, kept: kept.append((prefix, depth)),
-                    lambda kept: kept,
-                    names,
-                    kept=trail,
-                )
-        assert trails[0] == trails[1]
 
 
 # -- TransformerEngine

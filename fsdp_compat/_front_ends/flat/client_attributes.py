@@ -1,12 +1,9 @@
 """Attributes of torch's FSDP1 that programs and client libraries read or set on a wrapped model.
-
-Accelerate, Lightning, verl, Composer and litgpt use many private attributes of torch's class, and
-dynamo reads marks on modules. None of them is used during a step."""
+None of them is used during a step. Who reads the private ones: ``_install/contents.py``."""
 
 from __future__ import annotations
 
 import enum
-import types
 from typing import Any
 
 import torch
@@ -29,18 +26,6 @@ class TrainingState(enum.Enum):
 
 
 _PREFETCHES = {its: given for given, its in PREFETCHES.items()}
-
-
-def lazy_init(state: nn.Module, module: nn.Module) -> nn.Module:
-    """Torch's ``_lazy_init``; nothing is left to initialize here."""
-    return state
-
-
-def root_pre_forward(
-    state: nn.Module, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Torch's ``_root_pre_forward``; forward needs no preparation here."""
-    return args, kwargs
 
 
 def _setting(name: str, doc: str) -> Any:
@@ -127,14 +112,3 @@ class ClientAttributes(nn.Module):
     def _all_handles(self) -> list[FlatParamHandle]:
         """The handles of all units in the model."""
         return handles_in(self)
-
-    @property
-    def _exec_order_data(self) -> types.SimpleNamespace:
-        """Prefetch limits that clients set. They have no effect: at most two units are gathered at
-        a time."""
-        limits = types.SimpleNamespace(_forward_prefetch_limit=1, _backward_prefetch_limit=1)
-        found: types.SimpleNamespace = self.__dict__.setdefault("_prefetch_limits", limits)
-        return found
-
-    _lazy_init = staticmethod(lazy_init)
-    _root_pre_forward = staticmethod(root_pre_forward)

@@ -1,9 +1,9 @@
-"""The handle of a flat parameter in torch's FSDP1: Composer, verl and litgpt read, cast and move
-parameters through it. Training never calls it, so replacing its methods has no effect."""
+"""The handle of a flat parameter in torch's FSDP1, through which clients read, cast and move
+parameters: ``_install/contents.py`` says who. Training never calls it, so replacing its methods has
+no effect."""
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import weakref
 from typing import Any, TypeVar
@@ -11,10 +11,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ..._engine import dtypes, rendezvous
+from ..._engine import dtypes
 from ..._engine.group import Group
 from ..._engine.unit import Residency
-from ..._state.summon import Options, full_parameters
 from ..._stores.flat_store import FlatParameter, FlatStore
 from ...errors import StateError
 from . import conversion
@@ -25,22 +24,11 @@ _T = TypeVar("_T")
 # The handles made so far. A handle refers to its store and its unit only weakly.
 _made: weakref.WeakKeyDictionary[FlatStore, FlatParamHandle] = weakref.WeakKeyDictionary()
 
-# What ``FlatParamHandle.unshard`` has to undo.
-_shown: weakref.WeakKeyDictionary[FlatUnit, contextlib.ExitStack] = weakref.WeakKeyDictionary()
-
 # Attributes of torch's handle that have no meaning here.
 _INSTEAD = {
-    "_all_gather_flat_param": "call unshard()",
-    "_alloc_padded_unsharded_flat_param": "call unshard()",
-    "_use_sharded_views": "move the shard with flat_param_to(device)",
-    "_use_unsharded_views": "open FullyShardedDataParallel.summon_full_params(module)",
-    "_use_unsharded_flat_param": "call unshard()",
     "_training_state": "read module.training_state",
-    "pre_unshard": "call unshard()",
-    "post_unshard": "call unshard()",
-    "post_reshard": "call reshard()",
+    "_use_sharded_views": "move the shard with flat_param_to(device)",
     "sharded_grad": "read flat_param.grad",
-    "shard": "wrap the module in FullyShardedDataParallel",
 }
 
 
@@ -160,50 +148,11 @@ class FlatParamHandle:
         data, flat.data = flat.data, shard
         return data if data.shape == shard.shape else None
 
-    _fwd_bwd_param_dtype: torch.dtype = reading("_group.gather_dtype")
-    _reduce_dtype: torch.dtype = reading("_group.reduce_dtype")
     _offload_params: bool = reading("_owner.settings.offload")
-    device: torch.device = reading("_owner.settings.device", "Where parameters are computed with.")
-
-    @property
-    def _use_orig_params(self) -> bool:
-        return self._flat_store.flat_parameter is None
-
-    @property
-    def uses_sharded_strategy(self) -> bool:
-        return self._group.shard.ranks > 1
-
-    def is_sharded(self, tensor: torch.Tensor) -> bool:
-        """True if ``tensor`` has the size of one of several shards."""
-        return self.uses_sharded_strategy and tensor.shape == self.flat_param.shape
-
-    def needs_unshard(self) -> bool:
-        """True unless the unit's parameters are unsharded."""
-        unit = self._owner.unit
-        return unit.residency is not Residency.UNSHARDED and not unit.summoned
-
-    def unshard(self) -> None:
-        """Unshard the unit's parameters, until ``reshard``: in forward and backward as these do,
-        between them as summon_full_params(writeback=False) does. Collective."""
-        own = self._owner
-        if not self.needs_unshard():
-            return
-        if own.runtime.runs:
-            own.unit.unshard()
-            own.unit.wait_for_unshard()
-            return
-        own.runtime.reshard_all([own.unit])
-        rendezvous.require_all_ranks("unshard", own.unit.groups)
-        nothing_kept = Options(False, False, False, False, False)
-        shown = contextlib.ExitStack()
-        shown.enter_context(full_parameters([own.unit], nothing_kept))
-        _shown[own] = shown
 
     def reshard(self, free_unsharded_flat_param: bool = True) -> None:
         """Free the unit's unsharded parameters, unless its forward is running."""
         if free_unsharded_flat_param:
-            if (shown := _shown.pop(self._owner, None)) is not None:
-                shown.close()
             self._owner.unit.reshard()
 
     def _get_padded_unsharded_flat_param(self) -> torch.Tensor:
@@ -223,7 +172,7 @@ class FlatParamHandle:
             self._stand_in.data = self._memory
 
     def __getattr__(self, name: str) -> Any:
-        instead = _INSTEAD.get(name, "use public methods of FullyShardedDataParallel")
+        instead = _INSTEAD.get(name, "open FullyShardedDataParallel.summon_full_params(module)")
         raise AttributeError(
             f"fsdp_compat's handle of a flat parameter has no {name!r}. To do: {instead}."
         )

@@ -307,15 +307,11 @@ class ShardedModules:
         if self.unit is not None:
             self.unit.reshard()
 
-    # -- what clients read
+    # -- what clients read: _install/contents.py says who
 
     @property
     def _mp_policy(self) -> MixedPrecisionPolicy:
         return self.plan.policy
-
-    @property
-    def _fsdp_param_groups(self) -> list[ParamGroup]:
-        return [ParamGroup(self)] if self.stores else []
 
     @property
     def _fsdp_param_group(self) -> ParamGroup | None:
@@ -397,11 +393,6 @@ class ParamGroup:
         return self._state.plan.info
 
     @property
-    def is_unsharded(self) -> bool:
-        unit = self._state.unit
-        return unit is not None and unit.residency is Residency.UNSHARDED
-
-    @property
     def post_forward_mesh_info(self) -> DataParallelMeshInfo | None:
         """The mesh that parameters are sharded over between forward and backward: that of
         ``mesh_info``, or a smaller one. None: they stay unsharded. May be set to one of these."""
@@ -434,7 +425,7 @@ class ParamGroup:
         raise AttributeError(
             explain(
                 f"A parameter group of fsdp_compat has no {name!r}.",
-                expected="mesh_info, post_forward_mesh_info or is_unsharded",
+                expected="mesh_info or post_forward_mesh_info",
                 got=f"the attribute {name!r} of torch's FSDPParamGroup",
                 where="module._get_fsdp_state()._fsdp_param_group",
                 fix="read module.parameters(), which are DTensors while the module is sharded, and "

@@ -121,10 +121,9 @@ def test_training_after_a_conversion_is_bit_equal_to_torch(use_orig_params: bool
         options = {"precision": precision, "use_orig_params": use_orig_params}
         prepare = partial(_converts, models)
         assert_as_torch(partial(trained, prepare=prepare, batch=_low_vectors, **options), precision)
-        handles = [model._handle for model in models]
-        theirs, ours = (
-            (h._orig_param_dtype, h._fwd_bwd_param_dtype, h._reduce_dtype) for h in handles
-        )
+        handle, group = models[0]._handle, models[1]._unit.groups[0]
+        theirs = handle._orig_param_dtype, handle._fwd_bwd_param_dtype, handle._reduce_dtype
+        ours = models[1]._handle._orig_param_dtype, group.gather_dtype, group.reduce_dtype
         assert ours == theirs
         # torch says it in forward, and not where parameters are cast
         for model in models[1:] if precision else models:

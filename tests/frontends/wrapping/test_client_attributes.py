@@ -17,6 +17,7 @@ from torch import nn
 import fsdp_compat
 from fsdp_compat import CPUOffload, FlatParameter, MixedPrecision, StateError
 from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat._install import private_names
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.models import DIM, Block, Stack
 from tests.support.pairwise import each_value
@@ -73,7 +74,6 @@ def test_attributes_equal_those_of_torch() -> None:
                     name for name, _ in Block().named_parameters()
                 ]
                 assert model._handle._offload_params is False
-                assert model._handle.uses_sharded_strategy
     with FSDP.summon_full_params(ours):
         assert ours.training_state.name == "SUMMON_FULL_PARAMS"
     seen = []
@@ -85,16 +85,14 @@ def test_attributes_equal_those_of_torch() -> None:
 @both_forms
 @on_ranks(2)
 def test_attributes_set_by_clients_have_no_effect(use_orig_params: bool) -> None:
-    """Set and call what Composer, litgpt and verl use to make torch initialize again."""
+    """Set and call what litgpt and verl use to make torch initialize again."""
     pair = make_pair(lambda: Stack(2), use_orig_params=use_orig_params)
     pair.step(one_backward)
     model = pair.model
     model._is_root = None
-    model._exec_order_data._forward_prefetch_limit = 3
-    model._exec_order_data._backward_prefetch_limit = 3
-    assert model._is_root and model._exec_order_data._forward_prefetch_limit == 3
-    FSDP._lazy_init(model, model)
-    assert FSDP._root_pre_forward(model, model, [1], {"a": 2}) == ([1], {"a": 2})
+    assert model._is_root
+    assert private_names.lazy_init(model, model) is model
+    assert private_names.root_pre_forward(model, model, (1,), {"a": 2}) == ((1,), {"a": 2})
     pair.step(one_backward)
 
 
@@ -125,9 +123,10 @@ def test_handles_lead_to_the_shards(use_orig_params: bool) -> None:
     pair.model._handle.reshard(True)
     pair.step(one_backward)
     loss = pair.model(torch.randn(2, DIM)).sum()
-    assert not pair.model._handle.needs_unshard(), "the root is kept for backward"
-    pair.model._handle.reshard(True)
-    assert pair.model._handle.needs_unshard()
+    handle = pair.model._handle
+    assert handle._get_padded_unsharded_flat_param().numel(), "the root is kept for backward"
+    handle.reshard(True)
+    assert not handle._get_padded_unsharded_flat_param().numel()
     loss.backward()
 
 
