@@ -4,7 +4,7 @@ contents         the modules of torch.distributed.fsdp that clients use, and the
 private_names    our versions of names in torch's private modules
 kept             torch's class and function where they are kept out of reach
 modules          puts our modules into sys.modules and wherever torch's were imported before
-refusals         raises if install() comes too late
+install_checks   raises if install() comes too late
 torch_internals  parts of torch that compare classes
 client_fixes     bugs of clients that make results wrong
 log              FSDP_COMPAT_LOG=install
@@ -17,8 +17,8 @@ import threading
 
 from .. import _torch_patches
 from . import client_fixes, log, torch_internals
+from .install_checks import require_replaceable, require_supported_torch
 from .modules import Modules
-from .refusals import require_replaceable, require_supported_torch
 
 _lock = threading.RLock()
 _installed: Modules | None = None

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .._engine.patches import Undo, set_existing
-from .refusals import EARLIER, too_late
+from .install_checks import EARLIER, too_late
 
 _NOT_NAMED = ("torch.", "fsdp_compat.")
 _ENDS = (types.FrameType, types.ModuleType)

@@ -31,7 +31,7 @@ from .forms import get_state_dict_type
 from .optim_contents import begin, classify_all, numbered_names, ownership_of, require_state_dict
 from .optim_export import ExportForm, Values, export_optim_state, form_set
 from .optim_import import LoadOptions, import_optim_state
-from .optimizer_patches import cut_state, shapes_of_parts
+from .optimizer_checks import cut_state, shapes_of_parts
 from .rank_local import rank_local_names
 from .units import clean_name, names_before, units_of
 

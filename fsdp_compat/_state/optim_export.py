@@ -45,7 +45,7 @@ from .optim_contents import (
     require_state_dict,
     snapshot,
 )
-from .optimizer_patches import cut_state
+from .optimizer_checks import cut_state
 from .rank_local import gather_objects, gather_states, rank_local_names, rank_state, warn_of_layout
 from .sharded_values import copied, cut_of, mesh_sharded_value, sharded_value
 from .units import model_units_in, refuse_extensions

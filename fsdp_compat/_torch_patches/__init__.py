@@ -9,7 +9,7 @@ When fsdp_compat is imported:
     functions of PEFT and Accelerate, when these are imported (_install/client_fixes)
 
 When the first model is wrapped in FullyShardedDataParallel, or sharded by ``fully_shard``:
-    every optimizer: hooks of step() and methods around its state dict (optimizers)
+    every optimizer: hooks of step() and methods around its state dict (optimizer_hooks)
     DistributedDataParallel: a method around ``__init__`` (data_parallel)
     torch.compile's modules and the names of parameters in torch.distributed.checkpoint: a method
         and a function, when these modules are imported (compiled)
@@ -47,12 +47,12 @@ from . import (
     data_parallel,
     dcp_adapter,
     hugging_face_storage,
-    optimizers,
+    optimizer_hooks,
     own_values,
 )
 
 _FOR_ALL: tuple[Patch | PatchOnImport, ...] = (
-    optimizers.patches,
+    optimizer_hooks.patches,
     data_parallel.patches,
     *compiled.patches,
 )

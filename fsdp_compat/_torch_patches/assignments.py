@@ -25,7 +25,7 @@ from .. import _torch_private
 from .._engine.patches import Patch, Undo, around_method
 from .._engine.state_store import StateStore, store_of
 from .._engine.unit import Residency, Unit
-from .._state import optimizer_patches
+from .._state import optimizer_checks
 from ..errors import StateError
 
 
@@ -108,7 +108,7 @@ def _on_assignment(module: nn.Module, name: str, value: nn.Parameter) -> nn.Para
             store.copy_in(place.number, value)
     if not store.is_flattened:
         sharded_param.requires_grad_(value.requires_grad)
-    optimizer_patches.register_assigned(value, name)
+    optimizer_checks.register_assigned(value, name)
     result: nn.Parameter | None = sharded_param
     return result
 
@@ -130,7 +130,7 @@ def _why_not(
         return "an assignment inside forward or backward"
     if unit.residency is Residency.UNSHARDED:
         return "an assignment between forward and backward, while the unit is unsharded"
-    if optimizer_patches.is_held(value):
+    if optimizer_checks.is_held(value):
         return "a parameter that already belongs to a FullyShardedDataParallel"
     whole, part = store.local_shape(index), tuple(store.local_part(index).shape)
     shape = part if tuple(value.shape) == part else whole

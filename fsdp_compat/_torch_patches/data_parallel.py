@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import _torch_private
 from .._engine.patches import Patch, around_method
-from .._state import optimizer_patches
+from .._state import optimizer_checks
 from .._state.units import is_lazy
 from ..errors import UsageError
 
@@ -38,7 +38,7 @@ def _refuse_sharded(module: nn.Module) -> None:
         if _torch_private.is_dtensor(parameter)
     }
     for name, parameter in module.named_parameters():
-        if name not in ignored and (optimizer_patches.is_held(parameter) or parameter in in_place):
+        if name not in ignored and (optimizer_checks.is_held(parameter) or parameter in in_place):
             raise UsageError.of(
                 "DistributedDataParallel cannot synchronize sharded parameters.",
                 expected="a module without FullyShardedDataParallel and fully_shard, or with "

@@ -26,7 +26,7 @@ from .._state.forms import state_dict_type
 from .._state.optim_calls import optim_state_dict_to_load
 from .._state.optim_contents import ParamContents, contents_of
 from .._state.optim_export import export_optim_state, form_set
-from .._state.optimizer_patches import cut_state
+from .._state.optimizer_checks import cut_state
 from .._state.rank0 import Rank0Broadcast
 from .._state.sharded_values import BoxedTensor, copied
 from .._state.units import model_unit_of, model_units_in, units_of

@@ -26,7 +26,7 @@ from typing_extensions import TypeVar
 from .. import errors
 from .._state.model_loading import absent_buffers, load_unmanaged, others_in
 from .._state.model_state import unmanaged_state
-from .._state.optimizer_patches import cut_state
+from .._state.optimizer_checks import cut_state
 from .._state.units import names_before, units_of
 from .._text import joined
 from ..errors import CheckpointError, FsdpCompatError

@@ -27,7 +27,7 @@ from .._state.optim_contents import (
     is_count,
     ownership_of,
 )
-from .._state.optimizer_patches import cut_state
+from .._state.optimizer_checks import cut_state
 from .._state.rank_local import warn_of_layout
 from .._state.units import units_of
 from ..errors import UsageError

@@ -15,7 +15,7 @@ from ..._engine import hooks, rendezvous
 from ..._engine.group import Group
 from ..._engine.runtime import Runtime
 from ..._engine.unit import Unit, UnitOptions
-from ..._state import optimizer_patches
+from ..._state import optimizer_checks
 from ..._state.description import UnitFacts
 from ..._state.units import ATTRIBUTE, FSDP_WRAPPED_MODULE, ModelUnit, clean_name, register
 from ..._stores.flat_store import FlatParameter, FlatStore
@@ -81,7 +81,7 @@ def make_flat_unit(
     mesh of the settings, once per process group."""
     module: nn.Module = getattr(wrapper, FSDP_WRAPPED_MODULE)
     options = settings.unit_options(sum(p.numel for store in stores for p in store.layout.params))
-    optimizer_patches.register_flattened(originals, stores)
+    optimizer_checks.register_flattened(originals, stores)
     for store in stores:
         for param, _ in store.sharded_params:
             if not isinstance(param, FlatParameter):  # clients recognize FlatParameters by class

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..._engine.unit import Unit
-from ..._state import optimizer_patches
+from ..._state import optimizer_checks
 from ..._state.units import clean_name, is_lazy
 from ...errors import UsageError, require_module
 from .flat_unit import is_wrapped, is_wrapper
@@ -132,7 +132,7 @@ def refuse_managed(
             if (
                 parameter is not None
                 and parameter not in ignored
-                and optimizer_patches.is_managed(parameter)
+                and optimizer_checks.is_managed(parameter)
             ):
                 raise UsageError.of(
                     "A parameter already belongs to another FullyShardedDataParallel.",

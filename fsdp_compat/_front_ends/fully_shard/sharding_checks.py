@@ -10,7 +10,7 @@ from torch import nn
 
 from ... import _torch_private
 from ..._engine.ownership import OrigParam
-from ..._state import optimizer_patches
+from ..._state import optimizer_checks
 from ..._stores.placement import SpmdMesh
 from ...errors import AssertedUsageError, UsageError, wrong_type
 from ..flat.flat_unit import is_wrapped, is_wrapper
@@ -101,7 +101,7 @@ def refuse_parameters(
                 where=where,
                 fix="call fully_shard for the inner modules, then for the outer one",
             )
-        if id(parameter) in owned or optimizer_patches.is_managed(parameter):
+        if id(parameter) in owned or optimizer_checks.is_managed(parameter):
             raise AssertedUsageError.of(
                 "A parameter is shared by modules of two calls of fully_shard, which would "
                 "train two copies of it.",

@@ -25,7 +25,7 @@ from ..._engine.gathering import Prefetch, RuntimeOptions
 from ..._engine.group import Group, PartialShard
 from ..._engine.runtime import Runtime
 from ..._engine.unit import Residency, Unit, UnitOptions
-from ..._state import optimizer_patches
+from ..._state import optimizer_checks
 from ..._state.description import UnitFacts, stored_dtype
 from ..._state.units import ModelUnit, clean_name, default_form, register
 from ..._stores.extension import Context, ExtensionStore, has_extension
@@ -173,7 +173,7 @@ class ShardedModules:
                 self.modules[0], groups, options, modules=self.modules, behavior=self.behavior
             )
             for group in groups:
-                optimizer_patches.register_unsharded(group.unsharded_params)
+                optimizer_checks.register_unsharded(group.unsharded_params)
         unit.owner = weakref.ref(self.modules[0])
         return unit
 
@@ -567,7 +567,7 @@ def apply(plan: ShardPlan) -> ShardedModules:
         for slot in own.store.shown(None):
             _torch_private.parameters_of(slot.module)[slot.attribute] = slot.parameter
             _owned.setdefault(slot.module, {})[slot.attribute] = weakref.ref(state)
-    optimizer_patches.register_replaced(param.parameter for param in plan.managed.params)
+    optimizer_checks.register_replaced(param.parameter for param in plan.managed.params)
     patch_for_fully_shard()
     for module in plan.managed.modules:  # torch.compile asks for these
         module.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)

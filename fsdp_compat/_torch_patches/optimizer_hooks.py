@@ -1,5 +1,5 @@
 """Hooks around every optimizer's step and state dict: what is checked there, and why, is in
-``_state/optimizer_patches.py``; ``_engine/user_changes.py`` counts steps."""
+``_state/optimizer_checks.py``; ``_engine/user_changes.py`` counts steps."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch.optim.optimizer import (
 
 from .._engine import user_changes
 from .._engine.patches import Patch, Undo, around_method
-from .._state import optimizer_patches
+from .._state import optimizer_checks
 
 
 def _patch() -> Iterator[Undo]:
-    yield register_optimizer_step_pre_hook(optimizer_patches.before_step).remove
+    yield register_optimizer_step_pre_hook(optimizer_checks.before_step).remove
     yield register_optimizer_step_pre_hook(user_changes.steps.check).remove
     yield register_optimizer_step_post_hook(user_changes.steps.add).remove
     yield user_changes.steps.see()
-    yield around_method(Optimizer, "state_dict", optimizer_patches.with_owner)
-    yield around_method(Optimizer, "load_state_dict", optimizer_patches.load_own)
+    yield around_method(Optimizer, "state_dict", optimizer_checks.with_owner)
+    yield around_method(Optimizer, "load_state_dict", optimizer_checks.load_own)
 
 
 patches = Patch(_patch)
