@@ -6,6 +6,7 @@ import json
 import pydoc
 
 import fsdp_compat
+from fsdp_compat import _torch_patches
 from tests.support.programs import python
 
 PROGRAM = """
@@ -120,3 +121,32 @@ def test_dir_and_help_show_the_names_and_the_modules() -> None:
     summary, _, contents = text.partition("PACKAGE CONTENTS")
     for name in ("FullyShardedDataParallel", "fully_shard", "plan", "checkpoint", "optim"):
         assert name in summary and name in contents
+
+
+HANDLERS = """
+import atexit, json, os, sys
+import torch.distributed
+found = {"fork": [], "exit": []}
+
+def recorded(kind, register):
+    def call(*args, **kwargs):
+        found[kind].append(sys._getframe(1).f_globals["__name__"])
+        return register(*args, **kwargs)
+    return call
+
+os.register_at_fork = recorded("fork", os.register_at_fork)
+atexit.register = recorded("exit", atexit.register)
+import fsdp_compat, fsdp_compat.checkpoint
+fsdp_compat.__all__  # loads the package
+print(json.dumps(found))
+"""
+
+
+def test_the_fork_and_exit_handlers_of_importing_are_those_that_are_listed() -> None:
+    found = json.loads(python("-c", HANDLERS).stdout)
+    waits, background = "fsdp_compat._comm.divergence", "fsdp_compat.checkpoint._background"
+    connections = "fsdp_compat._comm.gloo_connections"
+    assert {*found["fork"]} == {f"{waits}.progress", f"{waits}.deadlock", connections, background}
+    assert {*found["exit"]} == {f"{waits}.deadlock", background}
+    listed = " ".join((_torch_patches.__doc__ or "").split())
+    assert all(name.partition(".")[2].replace(".", "/") in listed for name in found["fork"])
