@@ -97,7 +97,7 @@ def load(args: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Opti
     """Load the newest checkpoint, if there is one, and return its progress. Collective."""
     nothing = {"step": 0, "ranks": 0}
     if args.format == "native":
-        return checkpoint.load(args.folder, model, optimizer, default=nothing)
+        return checkpoint.resume(args.folder, model, optimizer, default=nothing)
     complete = sorted(args.folder.glob("dcp-*/.metadata"))  # written last
     if not complete:
         return nothing

@@ -129,7 +129,7 @@ def start(args: argparse.Namespace, model: FSDP, optimizer: AdamW) -> Record:
             )
         return record
     try:
-        saved = Record(**checkpoint.load(folder, model, optimizer, default=asdict(record)))
+        saved = Record(**checkpoint.resume(folder, model, optimizer, default=asdict(record)))
     except CheckpointError as error:
         sys.exit(f"--resume: {folder} cannot be loaded.\n{error}")
     if saved.settings != record.settings:

@@ -127,11 +127,11 @@ def in_place(net: Net) -> FSDPModule:
 
 def train(model: nn.Module, batches: list[Tensor], loss: Callable[[Tensor], Tensor]) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
-    assert_type(checkpoint.load(FOLDER, model, optimizer), Any)
-    state = checkpoint.load(FOLDER, model, optimizer, default={"epoch": 0})
+    assert_type(checkpoint.load(FOLDER, model, optimizer).extra, Any)
+    state = checkpoint.resume(FOLDER, model, optimizer, default={"epoch": 0})
     assert_type(state, dict[str, int])
-    report = LoadReport()
-    checkpoint.load_safetensors(FOLDER, model, strict=False, report=report)
+    report = checkpoint.load_safetensors(FOLDER, model, strict=False)
+    assert_type(report, LoadReport)
     assert_type(report.missing, list[str])
     ema = fsdp_compat.optim.EMA(model, decay=0.99)  # no import names this module
     scaler = ShardedGradScaler(enabled=False)

@@ -1,7 +1,7 @@
 """Checkpoints on disk, written by all ranks at once and read by any number of them.
 
     path = save("runs/7", model, optimizer, {"epoch": 3}, step=1200, keep_last=2)
-    extra = load("runs/7", model, optimizer, default={"epoch": 0})  # the newest; or start anew
+    extra = resume("runs/7", model, optimizer, default={"epoch": 0})  # the newest; or start anew
 
 Native, saving (model and optimizer; a directory with a file per rank and a manifest):
 
@@ -13,9 +13,9 @@ Native, saving (model and optimizer; a directory with a file per rank and a mani
 
 Loading, from any format:
 
-- ``_load``: the calls ``load`` and ``load_safetensors``; read, agree, act; what ``strict=False``
-  leaves; ``_newest``: the newest checkpoint of a run; ``_load_optimizer``: the states and settings
-  of an optimizer
+- ``_load``: the calls ``load``, ``resume`` and ``load_safetensors``; read, agree, act; what
+  ``strict=False`` leaves; ``_newest``: the newest checkpoint of a run; ``_load_optimizer``: the
+  states and settings of an optimizer
 - ``_source``: a checkpoint under the names of the model, and what this rank reads of it
 
 Other formats:
@@ -39,7 +39,7 @@ Used by all:
 
 from ._directory import latest
 from ._full import iter_full_state_dict
-from ._load import LoadReport, load, load_safetensors
+from ._load import LoadReport, load, load_safetensors, resume
 from ._safetensors_save import save_safetensors
 from ._save import AsyncSave, async_save, save
 from ._tools.convert import convert
@@ -67,6 +67,7 @@ __all__ = [
     "latest",
     "load",
     "load_safetensors",
+    "resume",
     "save",
     "save_safetensors",
     "verify",

@@ -1,4 +1,4 @@
-"""``load`` and ``load_safetensors``: each rank reads, all ranks agree, each rank acts.
+"""``load``, ``resume`` and ``load_safetensors``: each rank reads, all ranks agree, each acts.
 
 Read: a rank plans what it needs (`_LoadPlan`), and compares checksums, if the format has any.
 Agree: all ranks report whether their files are valid and every value can be decoded. Only then is
@@ -17,11 +17,10 @@ import os
 import warnings
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from typing_extensions import TypeVar
 
 from .. import errors
 from .._state.model_loading import absent_buffers, load_unmanaged, others_in
@@ -42,16 +41,16 @@ from ._texts import brief, shortened
 from ._tools.archive import StoredTensor
 from ._tools.shapes import Shape, Shapes
 
-_REQUIRED: Any = object()  # no default: there has to be a checkpoint
-_Extra = TypeVar("_Extra", default=Any)
+_Extra = TypeVar("_Extra")
 
 
 @dataclasses.dataclass
 class LoadReport:
-    """What a load with ``strict=False`` did not take. Pass an empty one as ``report``; the call
-    fills it before it changes anything, and without one warns with the same text. True in a
-    condition if anything was left; ``str`` is a summary."""
+    """What ``load`` and ``load_safetensors`` loaded, and, with ``strict=False``, what they left.
+    ``str`` is a summary."""
 
+    path: Path  # the checkpoint, in a run's folder that of one step
+    extra: Any = None  # what was passed to ``save``, or what else the checkpoint holds
     missing: list[str] = dataclasses.field(default_factory=list)  # in the model alone: unchanged
     unexpected: list[str] = dataclasses.field(default_factory=list)  # in the checkpoint alone
     # In both, but of different shapes or kinds; by name, in which way. Unchanged.
@@ -60,8 +59,11 @@ class LoadReport:
     state_kept: list[str] = dataclasses.field(default_factory=list)
     settings_kept: dict[int, str] = dataclasses.field(default_factory=dict)
 
-    def __bool__(self) -> bool:
-        return any(vars(self).values())
+    @property
+    def is_complete(self) -> bool:
+        """Return whether nothing was left."""
+        kept = self.state_kept or self.settings_kept
+        return not (self.missing or self.unexpected or self.mismatched or kept)
 
     def __str__(self) -> str:
         found = [
@@ -82,21 +84,19 @@ def load(
     rename: Rename | None = None,
     dtype: torch.dtype | None = None,
     strict: bool = True,
-    report: LoadReport | None = None,
-    ignored: Collection[str] = (),
+    ignore_class: Collection[str] = (),
     progress: bool = False,
-    default: _Extra = _REQUIRED,
-) -> _Extra:
-    """Load a checkpoint into the model and the optimizer; return the ``extra`` it was saved with,
-    or what else it holds.
+) -> LoadReport:
+    """Load a checkpoint into the model and the optimizer; return which one it was, the ``extra`` it
+    was saved with, and what was left.
 
-        extra = load("runs/7", model, optimizer, default={"epoch": 0})  # resume, or start anew
+        extra = load("runs/7/step-00001200", model, optimizer).extra
 
-    Collective: all ranks. ``path`` may be the folder that was passed to ``save``: the newest
-    complete checkpoint that all ranks have is loaded. It may be one checkpoint of ``save``, or of
-    any other format that ``inspect`` recognises: of torch.distributed.checkpoint (FSDP1, FSDP2),
-    torch.save files (whole, or one per rank, FSDP1's local state dicts among them), safetensors,
-    and directories of Accelerate, Lightning and the Trainer. Each rank reads the bytes of its own
+    Collective: all ranks. ``path`` may be one checkpoint of ``save``, or of any other format that
+    ``files.inspect`` recognises: of torch.distributed.checkpoint (FSDP1, FSDP2), torch.save files
+    (whole, or one per rank, FSDP1's local state dicts among them), safetensors, and directories of
+    Accelerate, Lightning and the Trainer. It may be the folder that was passed to ``save``: the
+    newest complete checkpoint that all ranks have is loaded. Each rank reads the bytes of its own
     part, and the blocks around them that have checksums.
 
     The number of ranks, the wrapping, the strategy, ``use_orig_params``, tensor parallelism and the
@@ -111,8 +111,8 @@ def load(
     does, is taken in the order of this optimizer's parameters.
 
     Args:
-        path: the folder of a run, which may be on a different file system for each node; or the
-            directory that ``save`` returned, or a file or directory of another format.
+        path: the directory that ``save`` returned, a file or directory of another format, or the
+            folder of a run, which may be on a different file system for each node.
         model: contains sharded modules, of either front end, and has the parameter names of the
             saved model. One name of a tied parameter is enough.
         optimizer: of the model's parameters; its state is replaced. None: ignore the saved
@@ -123,15 +123,10 @@ def load(
             parameters.
         strict: require the names and shapes of the model, all of them. False: load what has the
             same name and shape in both, and its optimizer state and settings where they fit, and
-            leave everything else as it is; what was left is in ``report`` or, without one, in a
-            warning.
-        report: filled with what was left.
-        ignored: full names of classes whose objects in torch.save files are left out; any other
-            class is refused, and no code of a file is run.
-        progress: show bytes and rate on the first rank; requires tqdm.
-        default: returned, with nothing loaded, if there is nothing at ``path`` or if it is a folder
-            without a complete checkpoint. Without it, that raises CheckpointError. A damaged
-            checkpoint, or one that only some ranks have, always raises.
+            leave everything else as it is; what was left is in the report and in a warning.
+        ignore_class: full names of classes whose objects in torch.save files are left out; any
+            other class is refused, and no code of a file is run.
+        progress: show bytes and rate on stderr, on the first rank.
 
     Raises:
         UsageError: an argument is invalid.
@@ -143,9 +138,39 @@ def load(
             was checked, or the model or the optimizer refuses a value, the error says that both
             may be partly changed.
     """
-    extra: _Extra = _load(
-        "load", path, model, optimizer, rename, dtype, strict, report, ignored, progress, default
-    )
+    report = _load("load", path, model, optimizer, rename, dtype, strict, ignore_class, progress)
+    assert report is not None
+    return report
+
+
+def resume(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    default: _Extra,
+    progress: bool = False,
+) -> _Extra:
+    """Load the newest complete checkpoint of a run that all ranks have, and return the ``extra`` it
+    was saved with; or load nothing and return ``default`` if the run has not saved any.
+
+        for epoch in range(resume("runs/7", model, optimizer, default={"epoch": 0})["epoch"], 10):
+            ...
+            save("runs/7", model, optimizer, {"epoch": epoch + 1}, step=epoch)
+
+    Collective: all ranks. Otherwise as ``load``, whose arguments it has.
+
+    Args:
+        folder: the folder that is passed to ``save``, or one checkpoint to continue from. It need
+            not exist, and may be on a different file system for each node.
+        default: returned if there is no checkpoint: nothing at ``folder``, or unfinished saves and
+            other files. A damaged checkpoint, or one that only some ranks have, always raises.
+
+    Raises:
+        UsageError, CheckpointError: as ``load``; also if the ranks have no checkpoint in common.
+    """
+    report = _load("resume", folder, model, optimizer, progress=progress, is_required=False)
+    extra: _Extra = default if report is None else report.extra
     return extra
 
 
@@ -156,15 +181,16 @@ def load_safetensors(
     rename: Rename | None = None,
     dtype: torch.dtype | None = None,
     strict: bool = True,
-    report: LoadReport | None = None,
     progress: bool = False,
-) -> None:
+) -> LoadReport:
     """Load weights from safetensors files, as ``load`` without an optimizer does. Collective.
 
     path: a file, an index (``model.safetensors.index.json``), or a directory with an index or with
     files. The other arguments, and what is raised, are those of ``load``.
     """
-    _load("load_safetensors", path, model, None, rename, dtype, strict, report, (), progress)
+    report = _load("load_safetensors", path, model, None, rename, dtype, strict, (), progress)
+    assert report is not None
+    return report
 
 
 def _load(
@@ -172,37 +198,36 @@ def _load(
     path: Any,
     model: nn.Module,
     optimizer: Any,
-    rename: Any,
-    dtype: Any,
-    strict: bool,
-    report: LoadReport | None,
-    ignored: Collection[str],
-    progress: bool,
-    default: Any = _REQUIRED,
-) -> Any:
+    rename: Any = None,
+    dtype: Any = None,
+    strict: bool = True,
+    ignore_class: Collection[str] = (),
+    progress: bool = False,
+    is_required: bool = True,
+) -> LoadReport | None:
+    """Load, or return None if no checkpoint is there and none ``is_required``."""
     call = f"checkpoint.{name}"
     unreadable = "The checkpoint could not be read."
     units, ranks = ranks_of(model, call)
     shows = progress and ranks.number == 0
     with ranks.taking_part():
         with ranks.agreeing(unreadable, path, "nothing was loaded") as agreement:
+            place = {"path" if is_required else "folder": path}
             require_arguments(
-                call, progress, path=path, optimizer=optimizer, rename=rename, dtype=dtype
+                call, progress, **place, optimizer=optimizer, rename=rename, dtype=dtype
             )
             errors.require_bools(call, strict=strict)
-            if report is not None and not isinstance(report, LoadReport):
-                raise errors.wrong_type("report", "a LoadReport, or None", report, call)
-            agreement.own = saved_in(Path(path), default is not _REQUIRED)
+            agreement.own = saved_in(Path(path), not is_required)
         if None not in agreement.by_rank:
             path = newest_of_all(Path(path), agreement.by_rank)
             if path is None:
-                return default
+                return None
         with ranks.agreeing(unreadable, path, "nothing was loaded") as agreement:
             require_rest(units, call)
             if optimizer is not None:
                 cut_state(optimizer)
             shared = SharedOptimizer(model, optimizer, ranks)
-            source = open_source(Path(path), lambda: _shapes_of(model), rename, ignored, call)
+            source = open_source(Path(path), lambda: _shapes_of(model), rename, ignore_class, call)
             plan = _LoadPlan(source, model, optimizer, ranks, strict, dtype)
             arguments = hashlib.sha256(repr((sorted(source.names), dtype)).encode()).hexdigest()
             agreement.own = (f"{source.archive.kind} {arguments}", shared.facts(), source.copy())
@@ -221,16 +246,14 @@ def _load(
                 fix="pass the same path, rename and dtype on all ranks, and equal files; for the "
                 "newest checkpoint that all ranks have, pass the folder of the run itself",
             )
-        if report is not None:
-            vars(report).update(vars(plan.report))
-        elif plan.report and not strict:
+        if not (strict or plan.report.is_complete):
             warnings.warn(f"{call} of {path} with strict=False: {plan.report}", stacklevel=3)
         if ranks.number == 0 and source.archive.left_out:
             left = joined(source.archive.left_out, 8, "; ")
             warnings.warn(f"{call}: not read from {path}: {left}", stacklevel=3)
         with ranks.agreeing(unreadable, path, "a part was already loaded: load again"):
             try:
-                extra = plan.apply(shows)
+                return plan.apply(shows)
             except (FsdpCompatError, OSError):
                 raise
             except Exception as error:
@@ -241,7 +264,6 @@ def _load(
                     where=str(path),
                     fix="load another checkpoint before continuing: both may be partly changed",
                 ) from error
-        return extra
 
 
 def _shapes_of(model: nn.Module) -> Shapes:
@@ -270,7 +292,7 @@ class _LoadPlan:
         through: torch.dtype | None = None,
     ) -> None:
         """Raises CheckpointError. through: round floating-point values to this dtype."""
-        self.source, self.report = source, LoadReport()
+        self.source, self.report = source, LoadReport(source.path)
         self._model, self._through = model, through
         self._others: dict[str, Any] = {}  # what is taken of buffers and unmanaged parameters
         groups = named_groups(units_of(model))
@@ -293,10 +315,10 @@ class _LoadPlan:
             self._of_optimizer = plan
             self.report.settings_kept = plan.settings_kept
             self.report.state_kept = [] if strict else plan.state_kept
-        self._extra = source.planned(source.extra(ranks))
+        self.report.extra = source.planned(source.extra(ranks))
 
-    def apply(self, shown: bool) -> Any:
-        """Change the model and the optimizer; return ``extra``."""
+    def apply(self, shown: bool) -> LoadReport:
+        """Change the model and the optimizer."""
         with torch.no_grad():
             self.source.read(shown)
         load_unmanaged(self._model, self._others)
@@ -305,7 +327,7 @@ class _LoadPlan:
             warn_of_left_out(
                 self.source.left_out(), "were not saved; the optimizer keeps its own", stacklevel=4
             )
-        return self._extra
+        return self.report
 
     def _name(self, names: tuple[str, ...]) -> str:
         """Return the name under which the checkpoint has a tensor, or the first of its names."""
@@ -344,7 +366,7 @@ class _LoadPlan:
 
     def _require_fit(self, strict: bool, takes_any: bool) -> None:
         """Raise CheckpointError unless the checkpoint fits; not ``strict``: in part."""
-        if self.report and (strict or not takes_any):
+        if not self.report.is_complete and (strict or not takes_any):
             what = "The checkpoint does not fit" if strict else "Nothing in the checkpoint fits"
             more = "; or pass strict=False to load what fits" if strict else ""
             raise CheckpointError.of(

@@ -284,7 +284,7 @@ def _no_checkpoint(path: Path) -> CheckpointError:
         "of such checkpoints, or a checkpoint of another format",
         got=got,
         where=str(path),
-        fix="correct the path; or pass default= to load(), to start without a checkpoint",
+        fix="correct the path; resume() starts without a checkpoint",
     )
 
 

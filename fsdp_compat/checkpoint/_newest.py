@@ -1,4 +1,4 @@
-"""Which checkpoint ``load`` takes from a run's folder: the newest one that all ranks have."""
+"""Which checkpoint of a run ``load`` and ``resume`` take: the newest that all ranks have."""
 
 from __future__ import annotations
 

@@ -28,7 +28,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import StateDictType, checkpoint
 from fsdp_compat._layout.box import Box
-from fsdp_compat.checkpoint import LoadReport
 from fsdp_compat.checkpoint._tools.archive import Archive, Span, of_memory
 from fsdp_compat.checkpoint._tools.native import NativeCheckpoint, write_native
 from fsdp_compat.checkpoint._tools.opening import open_archive
@@ -112,7 +111,7 @@ def _numbered(folder: Path) -> None:
     for front_end, name in (("flat", "numbers"), ("rows", "numbers"), ("rows", "backwards")):
         model = sharded(front_end, layers())
         optimizer = trained(model, torch.optim.SGD, name == "backwards")
-        assert checkpoint.load(folder / f"{name}.pt", model, optimizer) == {"epoch": 3}
+        assert checkpoint.load(folder / f"{name}.pt", model, optimizer).extra == {"epoch": 3}
         found = state_of(model, optimizer)
         for number in range(LAYERS):
             assert torch.all(found[f"state.{number}.weight.exp_avg"] == 0.1 * (1.0 + number))
@@ -157,8 +156,7 @@ def _refused(folder: Path) -> None:
             with about(name), refused(CheckpointError, text):
                 checkpoint.load(folder / name, model, optimizer)
             assert_same(state_of(model, optimizer), before, name)
-        report = LoadReport()
-        checkpoint.load(folder / "missing.pt", model, optimizer, strict=False, report=report)
+        report = checkpoint.load(folder / "missing.pt", model, optimizer, strict=False)
         assert report.missing == ["5.weight"]
         assert report.unexpected == ["more"]
         with refused(CheckpointError, "missing: 0.weight"):

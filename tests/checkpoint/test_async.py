@@ -73,7 +73,7 @@ def test_training_goes_on_and_the_values_of_the_call_are_saved(
     assert saving.done()
     assert saving.result() == path == checkpoint.latest(tmp_path)
     loaded = checkpoint.load(path, model, optimizer)
-    assert torch.equal(loaded["seen"], torch.arange(3))
+    assert torch.equal(loaded.extra["seen"], torch.arange(3))
     assert_state(model, optimizer, expected)
     assert train(model, optimizer, range(2, 4)) == losses
 
@@ -111,7 +111,7 @@ def test_one_save_runs_at_a_time_and_its_copy_is_freed_with_it(tmp_path: Path) -
     saving = save(step=9)
     checkpoint.save(tmp_path, model, optimizer, step=10)  # beside the other
     saving.wait()
-    assert checkpoint.load(tmp_path / "step-00000004", model, optimizer) == 4
+    assert checkpoint.load(tmp_path / "step-00000004", model, optimizer).extra == 4
 
 
 @on_ranks(1)
@@ -222,7 +222,7 @@ def test_a_rank_that_is_interrupted_in_a_save_does_not_leave_others_waiting(tmp_
             checkpoint.save(tmp_path, model, step=1)
     dist.barrier()
     assert checkpoint.save(tmp_path, model, optimizer, step=2) == checkpoint.latest(tmp_path)
-    assert checkpoint.load(tmp_path / "step-00000001", model) is None
+    assert checkpoint.load(tmp_path / "step-00000001", model).extra is None
 
 
 @on_ranks(2)

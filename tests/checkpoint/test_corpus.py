@@ -106,7 +106,8 @@ def _require_loaded(path: str, kind: str) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    extra = checkpoint.load(CORPUS / path, model, optimizer if expected["groups"] else None)
+    given = (model, optimizer) if expected["groups"] else (model,)
+    extra = checkpoint.load(CORPUS / path, *given).extra
     if (CORPUS / path / "manifest.json").exists() and entry["extra"]:
         is_alike = len(list((CORPUS / path).glob("rank-*"))) == dist.get_world_size()
         rank = dist.get_rank() if is_alike else 0

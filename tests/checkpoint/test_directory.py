@@ -137,7 +137,7 @@ def test_two_jobs_save_into_one_folder(tmp_path: Path) -> None:
     assert path == tmp_path / "step-00000011"
     newest = {0: "step-00000010", 1: "step-00000011"}[job]
     if (tmp_path / newest).exists():
-        assert checkpoint.load(tmp_path / newest, model) == job
+        assert checkpoint.load(tmp_path / newest, model).extra == job
     dist.barrier()
     assert all(name.startswith("step-") for name in _names(tmp_path))
 
@@ -240,19 +240,20 @@ def test_latest_with_the_model_is_the_newest_checkpoint_that_all_nodes_have(tmp_
 @on_ranks(2)
 def test_the_folder_of_a_run_loads_its_newest_checkpoint_or_starts_anew(tmp_path: Path) -> None:
     root, model, default = tmp_path / "run", FSDP(nn.Linear(3, 3)), {"epoch": 0}
-    assert checkpoint.load(root, model, default=default) is default  # no folder
+    assert checkpoint.resume(root, model, default=default) is default  # no folder
     dist.barrier()
     root.mkdir(exist_ok=True)
     (root / "log.txt").write_text("lr 0.1")
     (root / f".step-00000001-{IDENTITY}").mkdir(exist_ok=True)  # a save that was killed
-    assert checkpoint.load(root, model, default=None) is None
+    assert checkpoint.resume(root, model, default=None) is None
     with refused(CheckpointError, "No checkpoint was recognised"):
         checkpoint.load(root, model)
     for step in (1, 20, 3):
         checkpoint.save(root, model, extra=step, step=step)
-    assert checkpoint.load(root, model) == 20
-    assert checkpoint.load(root, model, default=default) == 20
-    assert checkpoint.load(root / "step-00000003", model, default=default) == 3
+    report = checkpoint.load(root, model)
+    assert (report.path, report.extra) == (root / "step-00000020", 20)
+    assert checkpoint.resume(root, model, default=default) == 20
+    assert checkpoint.resume(root / "step-00000003", model, default=default) == 3
     with refused(UsageError, f"pass {root / 'step-00000003'}"):
         checkpoint.load(root / "step-00000003" / "rank-00000.safetensors", model)
     with refused(UsageError, "pass the path first"):
@@ -262,7 +263,7 @@ def test_the_folder_of_a_run_loads_its_newest_checkpoint_or_starts_anew(tmp_path
         expected = [parameter.clone() for parameter in model.parameters()]
         for parameter in model.parameters():
             parameter.zero_()
-    assert checkpoint.load(tmp_path / "exported", model, default=default) is None  # no extra
+    assert checkpoint.resume(tmp_path / "exported", model, default=default) is None  # no extra
     assert all(map(torch.equal, model.parameters(), expected))
 
 
@@ -277,13 +278,13 @@ def test_a_run_with_a_folder_per_node_resumes_from_a_step_that_all_nodes_have(
     if rank == 1:
         shutil.rmtree(paths[1])
     dist.barrier()
-    assert checkpoint.load(root, model) == 1
+    assert checkpoint.load(root, model).extra == 1
     dist.barrier()
     if rank == 1:
         shutil.rmtree(root)
     dist.barrier()
     with refused(CheckpointError, "no checkpoint in common", "rank 0: 1, 2; rank 1: none"):
-        checkpoint.load(root, model, default=0)
+        checkpoint.resume(root, model, default=0)
 
 
 @on_ranks(1)
@@ -292,7 +293,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew(tmp_path: P
     path = checkpoint.save(tmp_path, model, step=1)
     (path / "manifest.json").write_text("{}")
     with pytest.warns(UserWarning, match="skips"), refused(CheckpointError, "manifest.json"):
-        checkpoint.load(tmp_path, model, default=0)
+        checkpoint.resume(tmp_path, model, default=0)
 
 
 @on_ranks(1)
@@ -304,7 +305,7 @@ def test_a_path_that_is_no_checkpoint_is_told_what_to_pass(tmp_path: Path) -> No
     for path, texts in (
         (checkpoint.latest(root / "empty"), ("latest(folder) returns None",)),
         (root / "model.pt", ("model.pt is not a file of torch.save",)),
-        (root / "nowhere", ("There is no checkpoint at this path", "pass default= to load()")),
+        (root / "nowhere", ("There is no checkpoint at this path", "resume() starts without")),
         (root / "empty", ("an empty directory",)),
     ):
         with refused(FsdpCompatError, *texts):

@@ -69,12 +69,11 @@ def _load_bodies(folder: Path, saved: dict[str, Tensor]) -> None:
         for loader in FRONT_ENDS:
             with about(f"{saver} into {loader}"):
                 _load_body(folder / saver / STEP, loader, saved)
-    model, report = sharded("flat", Body(2, head="own")), LoadReport()
+    model = sharded("flat", Body(2, head="own"))
     before = dict(checkpoint.iter_full_state_dict(model))
     load = partial(checkpoint.load_safetensors, folder / "weights", model)
     refuses(CheckpointError, load, "missing: own.weight")
-    load(strict=False, report=report)
-    assert left_by(report) == LEFT
+    assert left_by(load(strict=False)) == LEFT
     assert_same(dict(checkpoint.iter_full_state_dict(model)), taken(saved, before))
     for path, front_end, num_kept in (
         ("no optimizer", "rows", 6),
@@ -83,8 +82,8 @@ def _load_bodies(folder: Path, saved: dict[str, Tensor]) -> None:
         model = sharded(front_end, Body(2, head="head" if num_kept else "own"))
         optimizer = torch.optim.Adam(model.parameters())
         take_step(optimizer)
-        before, report = state_of(model, optimizer), LoadReport()
-        checkpoint.load(folder / path / STEP, model, optimizer, strict=False, report=report)
+        before = state_of(model, optimizer)
+        report = checkpoint.load(folder / path / STEP, model, optimizer, strict=False)
         assert len(report.state_kept) == num_kept
         after = state_of(model, optimizer)
         assert_same(states_in(after), states_in(before))
@@ -97,8 +96,7 @@ def _load_bodies(folder: Path, saved: dict[str, Tensor]) -> None:
         refuses(CheckpointError, call, "missing: weight")
         nothing = "Nothing in the checkpoint fits"
         refuses(CheckpointError, partial(call, strict=False), "missing: weight", nothing)
-        for wrong in ({"strict": "no"}, {"report": []}):
-            refuses(UsageError, partial(call, **wrong), "argument")
+        refuses(UsageError, partial(call, strict="no"), "argument")
 
 
 def states_in(values: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -121,12 +119,13 @@ def _load_body(path: Path, loader: str, saved: dict[str, Tensor]) -> None:
     model = sharded(loader, Body(2, head="own"))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     take_step(optimizer)
-    before, report = state_of(model, optimizer), LoadReport()
+    before = state_of(model, optimizer)
     load = partial(checkpoint.load, path, model, optimizer)
     refuses(CheckpointError, load, "missing: own.weight")
     assert_same(state_of(model, optimizer), before)
-    assert checkpoint.load(path, model, optimizer, strict=False, report=report) == "extra"
-    assert left_by(report) == LEFT
+    report = checkpoint.load(path, model, optimizer, strict=False)
+    assert (report.extra, report.path) == ("extra", path)
+    assert left_by(report) == LEFT and not report.is_complete
     assert not report.mismatched
     # A FlatParameter has one state, with the own values of what was left in it.
     assert report.state_kept == ([] if loader == "flat" else LEFT["missing"])
@@ -142,7 +141,7 @@ def _load_body(path: Path, loader: str, saved: dict[str, Tensor]) -> None:
     assert "missing: own.weight; missing: own.bias" in text
 
     wide = sharded(loader, Body(2, width=6))
-    checkpoint.load(path, wide, strict=False, report=(report := LoadReport()))
+    report = checkpoint.load(path, wide, strict=False)
     assert report.mismatched == {
         "head.weight": "shape [5, 3] in the checkpoint, [6, 3] in the model",
         "head.bias": "shape [5] in the checkpoint, [6] in the model",
@@ -211,7 +210,7 @@ def _load_groups(folder: Path) -> None:
         load = partial(checkpoint.load, path, model, optimizer)
         refuses(CheckpointError, load, "lr=0.1 for 'first.weight', 0.2 for", "Flat")
         assert not optimizer.state
-        checkpoint.load(path, model, optimizer, strict=False, report=(report := LoadReport()))
+        report = checkpoint.load(path, model, optimizer, strict=False)
         assert list(report.settings_kept) == [0]
         assert settings_in(optimizer)[0]["lr"] == 5.0
         assert optimizer.state
@@ -258,7 +257,7 @@ def test_groups_with_different_settings_that_were_saved_as_one_are_refused(tmp_p
         load = partial(checkpoint.load, path, model, optimizer)
         refuses(CheckpointError, load, "weight_decay=0.3 in group 0, 0.0 in group 1, saved as 0.3")
         assert not optimizer.state
-        checkpoint.load(path, model, optimizer, strict=False, report=(report := LoadReport()))
+        report = checkpoint.load(path, model, optimizer, strict=False)
         assert list(report.settings_kept) == [0, 1]
         assert settings_in(optimizer) == [DECAY, {**DECAY, "weight_decay": 0.0}]
         assert optimizer.state
@@ -303,7 +302,7 @@ def test_the_state_of_an_optimizer_of_another_kind_is_refused(tmp_path: Path) ->
     refuses(CheckpointError, partial(checkpoint.load, path, model, other), *classes)
     take_step(other)
     momenta = [other.state[p]["momentum_buffer"].clone() for p in own]
-    checkpoint.load(path, model, other, strict=False, report=(report := LoadReport()))
+    report = checkpoint.load(path, model, other, strict=False)
     assert report.settings_kept == {0: "the checkpoint holds the state of torch.optim.adamw.AdamW"}
     assert len(report.state_kept) == 6
     assert "betas" not in other.param_groups[0]
@@ -374,9 +373,8 @@ def _load_mixed(folder: Path, states: list[dict[str, Tensor]]) -> None:
         for strict in sample((True, False), (number + place) % 2):
             with about(f"{KINDS[number]} into {kind}, strict={strict}"):
                 model, optimizer = mixed(2, *kind)
-                path, report = folder / str(number) / STEP, LoadReport()
-                checkpoint.load(path, model, optimizer, strict=strict, report=report)
-                assert not report
+                path = folder / str(number) / STEP
+                assert checkpoint.load(path, model, optimizer, strict=strict).is_complete
                 found = state_of(model, optimizer)
                 # A buffer has no state; one that became a parameter in a FlatParameter has zeros,
                 # and its count.

@@ -177,7 +177,7 @@ def _read(folders: list[str], layout: Layout) -> None:
     for folder in folders:
         with about(f"{folder} into {layout}"):
             model, optimizer = build(layout, seed=1)
-            extra = checkpoint.load(Path(folder) / STEP, model, optimizer)
+            extra = checkpoint.load(Path(folder) / STEP, model, optimizer).extra
             num_files = len(list((Path(folder) / STEP).glob("rank-*")))
             assert extra == {"rank": dist.get_rank() if num_files == layout.ranks else 0}
             assert_whole(model, optimizer)

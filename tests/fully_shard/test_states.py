@@ -179,7 +179,7 @@ def _load(kind: str, path: str) -> None:
     kind, _, natively = kind.partition(" ")
     model, optim = _trained(kind, seed=2)
     if natively:
-        assert checkpoint.load(path, model, optim) == {"epoch": 3}
+        assert checkpoint.load(path, model, optim).extra == {"epoch": 3}
         return _require(kind, model, optim, seed=1)
     states = _states(kind, model, optim)
     dcp.load(states, checkpoint_id=path)

@@ -132,7 +132,7 @@ def check_checkpoints(front_end: str, offload: bool, path: str) -> None:
         saving.wait()
         for epoch, name in enumerate(("now", "later"), 1):
             other = trained(front_end, offload, seed=5)
-            assert checkpoint.load(f"{path}/{name}", *other)["epoch"] == epoch
+            assert checkpoint.load(f"{path}/{name}", *other).extra["epoch"] == epoch
             assert [step(*other, 7), step(*other, 8)] == pytest.approx(expected, rel=1e-5)
         checkpoint.save_safetensors(f"{path}/weights", one[0])
         checkpoint.load_safetensors(f"{path}/weights", other[0])

@@ -226,6 +226,9 @@ FILES: dict[str, Call] = {
     "checkpoint.save": Subject.save,
     "checkpoint.async_save": _async_save,
     "checkpoint.load": lambda subject: checkpoint.load(subject.saved, subject.model, subject.optim),
+    "checkpoint.resume": lambda subject: checkpoint.resume(
+        subject.saved, subject.model, subject.optim, default=None
+    ),
 }
 REFUSABLE = BETWEEN_STEPS | FILES
 # With fully_shard these are refused, send nothing, or are torch's own.

@@ -87,7 +87,7 @@ def _load(folder: str, model: FSDP, optimizer: torch.optim.Optimizer) -> None:
     path = checkpoint.latest(folder)
     if path is None:
         return
-    step = checkpoint.load(path, model, optimizer)
+    step = checkpoint.load(path, model, optimizer).extra
     assert path.name == f"step-{step:08d}"
     values = set[float]()
     for parameter in model.parameters():

@@ -351,7 +351,7 @@ def test_extra_values_and_settings_keep_their_types_in_a_native_target(tmp_path:
     converted = convert(source, tmp_path / "native", to="native", world_size=2)
     for path in (source, converted):
         group["lr"] = torch.tensor(0.0)
-        extra = checkpoint.load(path, model, optimizer)
+        extra = checkpoint.load(path, model, optimizer).extra
         array, own = extra.pop("array"), {**VALUES}
         assert repr(array) == repr(own.pop("array"))
         assert {key: type(value) for key, value in extra.items()} == {
@@ -363,7 +363,7 @@ def test_extra_values_and_settings_keep_their_types_in_a_native_target(tmp_path:
     file = convert(source, tmp_path / "file.pt")
     assert torch.load(file, weights_only=True)["optimizer"]["param_groups"][0]["lr"] == 0.5
     again = convert(convert(source, tmp_path / "dcp", to="dcp"), tmp_path / "again", to="native")
-    extra = checkpoint.load(again, model, optimizer)
+    extra = checkpoint.load(again, model, optimizer).extra
     assert_same(extra["number"], VALUES["number"], "number")
 
 
@@ -420,7 +420,7 @@ def test_a_native_target_holds_extra_tensors_once_for_all_ranks(tmp_path: Path) 
         dist.barrier()
         sizes = [file.stat().st_size for file in sorted(written.glob("rank-*"))]
         assert [size > 5000 * 4 for size in sizes] == [True, *[False] * (ranks - 1)]
-        assert torch.equal(checkpoint.load(written, model)["average"], average)
+        assert torch.equal(checkpoint.load(written, model).extra["average"], average)
         archive = open_archive(written)
         assert (list(archive.extra), archive.left_out) == (["average"], [])
 
