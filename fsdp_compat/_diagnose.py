@@ -8,6 +8,7 @@ import itertools
 import json
 import socket
 import statistics
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ _COMMUNICATIONS = {
 }
 _MIN_EXCESS_MS = 20.0  # of a slow rank between two units: less is the machine's noise
 _NOTHING = "nothing more"
+_SAME = "All ranks have used the same units, and communicated in the same order."
 
 Boxes = Mapping[int, BlackBox]
 Sequences = Mapping[int, Sequence[Record]]  # of each rank
@@ -39,18 +41,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(given: argparse.Namespace) -> int:
-    """Print the report; return the exit status: 2 if there is nothing to read."""
+    """Print the report; return the exit status: 1 if ranks diverge or raised, 2 if there is nothing
+    to read."""
     try:
         boxes = {box.rank: box for box in map(read, sorted(given.folder.glob("rank_*.box")))}
         if not any(box.records for box in boxes.values()):
             raise ValueError(f"{given.folder} has no rank_*.box with events")
     except (OSError, ValueError) as error:
-        print(f"Nothing to diagnose: {error}")
+        print(f"Nothing to diagnose: {error}", file=sys.stderr)
         return 2
-    print("\n".join(report(boxes)))
+    lines = report(boxes)
+    print("\n".join(lines))
     if given.trace is not None:
         given.trace.write_text(json.dumps({"traceEvents": timeline(boxes)}))
-    return 0
+    return 0 if _SAME in lines and not any(box.error for box in boxes.values()) else 1
 
 
 def report(boxes: Boxes) -> list[str]:
@@ -103,7 +107,7 @@ def _differences(boxes: Boxes) -> list[str]:
                 found.append((min(each.forward for each in records if each), number, sequences))
                 break
     if not found:
-        return ["All ranks have used the same units, and communicated in the same order."]
+        return [_SAME]
     forward, number, sequences = min(found, key=lambda each: each[0])
     before = _at(sequences, number - 1) if number else {}
     where = "".join({f", after the {_named(record)}" for record in before.values()})

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
@@ -32,3 +34,11 @@ def joined(items: Sequence[str], most: int, separator: str) -> str:
     """Return the first ``most`` items as one text, and the number of the others."""
     more = f" and {len(items) - most} more" if len(items) > most else ""
     return separator.join(items[:most]) + more
+
+
+def shown(text: str) -> str:
+    """Return a text with control characters, line breaks and direction marks escaped."""
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape", "surrogatepass").decode()
+        for each in text
+    )

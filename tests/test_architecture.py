@@ -32,7 +32,7 @@ LAYERS = (
     ("_layout",),
     ("_torch_private", "wrap"),
     ("api",),
-    ("errors", "_text", "_version"),
+    ("errors", "_progress", "_text", "_version"),
 )
 
 # Names in private spelling that belong to nn.Module, or to torch's public interface of FSDP1.

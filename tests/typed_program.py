@@ -155,7 +155,7 @@ def train(model: nn.Module, batches: list[Tensor], loss: Callable[[Tensor], Tens
     assert_type(checkpoint.latest(FOLDER), Path | None)
     for name, tensor in checkpoint.iter_full_state_dict(model):
         assert_type((name, tensor), tuple[str, Tensor])
-    assert_type(checkpoint.verify(FOLDER).is_intact, bool)
+    assert_type(checkpoint.files.verify(FOLDER).is_intact, bool)
 
 
 def look(model: nn.Module) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from ..checkpoint._progress import elapsing
+from .._progress import elapsing
 from ..errors import FsdpCompatError, unusable
 from .plan import plan
 

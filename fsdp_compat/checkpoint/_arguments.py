@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 import re
@@ -56,7 +55,7 @@ _ARGUMENTS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "keep_last": ("a whole number, at least 1, or None", _at_least(1)),
     "rename": ("a function of a name, or None", callable),
     "dtype": ("a floating-point dtype, or None", _is_floating),
-    "max_file_nbytes": ("a number of bytes, at least 1", _at_least(1)),
+    "max_file_size": ("a number of bytes, at least 1", _at_least(1)),
     "memory": ("a number of bytes, at least 1 MiB", _at_least(1 << 20)),
     "workers": ("a number of threads, at least 1", _at_least(1)),
     "world_size": ("a number of ranks, at least 1, or None", _at_least(1)),
@@ -75,14 +74,6 @@ def require_arguments(call: str, progress: Any, **arguments: Any) -> None:
         if not (fits(value) or (value is None and expected.endswith("or None"))):
             raise errors.unusable(name, expected, value, f"argument {name!r} of {call}")
     errors.require_bools(call, progress=progress)
-    if progress and importlib.util.find_spec("tqdm") is None:
-        raise UsageError.of(
-            "progress=True requires tqdm.",
-            expected="the package tqdm",
-            got="not installed",
-            where=f"{call}(..., progress=True)",
-            fix="pip install tqdm, or pass progress=False",
-        )
 
 
 def renamed(names: Iterable[str], rename: Rename | None, call: str) -> dict[str, str]:

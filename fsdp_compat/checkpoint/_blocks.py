@@ -14,17 +14,13 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from .._progress import Tick
 from ..errors import CheckpointError
 
 BLOCK_NBYTES = 4 << 20
 QUEUED = 8  # calls that wait for the second thread, at most
 WRITEBACK_NBYTES = 32 << 20  # written out to disk while the following bytes are written
 _advise = getattr(os, "posix_fadvise", None)  # not on every system
-
-Tick = Callable[[int], object]  # called with the number of bytes just done
-
-
-def no_tick(nbytes: int) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)

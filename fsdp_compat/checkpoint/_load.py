@@ -158,7 +158,7 @@ def resume(
             ...
             save("runs/7", model, optimizer, {"epoch": epoch + 1}, step=epoch)
 
-    Collective: all ranks. Otherwise as ``load``, whose arguments it has.
+    Collective: all ranks. Otherwise as ``load``, with ``strict``.
 
     Args:
         folder: the folder that is passed to ``save``, or one checkpoint to continue from. It need

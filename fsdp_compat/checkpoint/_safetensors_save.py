@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from .._layout.box import Box
+from .._progress import progress_bar
 from .._state.units import names_before, units_of
 from ..errors import CheckpointError, UsageError
 from ._arguments import Rename, renamed, require_arguments
 from ._blocks import BLOCK_NBYTES, sync_directory
 from ._named_groups import managed_parts, named_groups, unmanaged_tensors
-from ._progress import progress_bar
 from ._publishing import OwnedDirectory, hidden_beside, make_fresh, remove_leftovers
 from ._ranks import ranks_of, require_rest
 from ._tools.archive import moved, slices
@@ -33,7 +33,7 @@ def save_safetensors(
     *,
     rename: Rename | None = None,
     dtype: torch.dtype | None = None,
-    max_file_nbytes: int = 5_000_000_000,
+    max_file_size: int = 5_000_000_000,
     progress: bool = False,
 ) -> list[Path]:
     """Save the model's weights and persistent buffers as safetensors files in directory ``path``;
@@ -50,9 +50,9 @@ def save_safetensors(
         rename: from a name in the model before wrapping to the name in the files, or to None to
             leave the tensor out.
         dtype: of floating-point tensors in the files; default: their own.
-        max_file_nbytes: largest number of bytes of tensors in one file. A larger tensor gets a file
+        max_file_size: largest number of bytes of tensors in one file. A larger tensor gets a file
             of its own.
-        progress: show bytes and rate on the first rank; requires tqdm.
+        progress: show bytes and rate on stderr, on the first rank.
 
     Raises:
         UsageError: an argument is invalid, or the files exist; on all ranks, before anything is
@@ -70,10 +70,10 @@ def save_safetensors(
                 path=path,
                 rename=rename,
                 dtype=dtype,
-                max_file_nbytes=max_file_nbytes,
+                max_file_size=max_file_size,
             )
             require_rest(units, call)
-            files = _WeightFiles(Path(path), model, rename, dtype, max_file_nbytes, call, is_first)
+            files = _WeightFiles(Path(path), model, rename, dtype, max_file_size, call, is_first)
             _refuse_existing(Path(path), call)
             agreement.own = files.digest(), uuid.uuid4().hex
         num_plans = len({digest for digest, _ in agreement.by_rank})
@@ -131,7 +131,7 @@ class _WeightFiles:
         model: nn.Module,
         rename: Rename | None,
         dtype: torch.dtype | None,
-        max_file_nbytes: int,
+        max_file_size: int,
         call: str,
         is_first: bool,
     ) -> None:
@@ -151,7 +151,7 @@ class _WeightFiles:
             )
             for name, its in self._parts.items()
         }
-        self._images = images_of(described, max_file_nbytes)
+        self._images = images_of(described, max_file_size)
         self._itemsize = 1 if dtype is None else dtype.itemsize
 
     @property

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._progress import progress_bar
 from .._state.units import units_of
 from .._text import joined
 from ..errors import CheckpointError, UsageError
@@ -35,7 +36,6 @@ from ._mailbox import RankLost
 from ._manifest import MANIFEST, FlatGroup, Manifest, file_name, versions
 from ._named_groups import NamedGroup, named_groups
 from ._optimizers import SharedOptimizer, joined_param_groups
-from ._progress import progress_bar
 from ._ranks import ranks_of, require_rest
 from ._snapshot import Snapshot, take_snapshot
 from ._tools.writing import write_file
@@ -69,7 +69,7 @@ def save(
         step: at least 0, and not saved in the folder yet.
         keep_last: keep this many of the newest complete checkpoints, this one included, and remove
             older ones once this one is complete.
-        progress: show bytes and rate on the first rank; requires tqdm.
+        progress: show bytes and rate on stderr, on the first rank.
 
     Raises:
         UsageError: an argument is invalid; on all ranks, before anything is written.

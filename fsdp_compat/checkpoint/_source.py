@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from .._layout.box import Box
+from .._progress import progress_bar
 from ..errors import CheckpointError
 from ._arguments import Rename, renamed
 from ._blocks import changed_meanwhile
 from ._manifest import MANIFEST, file_name
 from ._named_groups import HeldPart
-from ._progress import progress_bar
 from ._ranks import Ranks
 from ._tools.archive import Archive, Checksum, Span, StoredTensor, is_user, whole_box
 from ._tools.merging import sample
@@ -284,7 +284,7 @@ def open_source(
     path: Path,
     shapes: Callable[[], Shapes],
     rename: Rename | None,
-    ignored: Collection[str],
+    ignore_class: Collection[str],
     call: str,
 ) -> Source:
     """Return the checkpoint at a path. shapes: of the model, for formats without."""
@@ -293,7 +293,7 @@ def open_source(
     if is_native or not path.exists():  # which raises
         return NativeSource(path, rename, call)
     known = shapes()
-    archive = open_archive(path, known, ignored, keep_module=True)
+    archive = open_archive(path, known, ignore_class, keep_module=True)
     source = Source(archive, rename, call)
     if not source.names & known.entries.keys():
         without_ddp(archive)

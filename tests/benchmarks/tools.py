@@ -1,5 +1,5 @@
-"""Time and memory of merging checkpoints to one file: fsdp_compat.checkpoint.convert beside torch's
-own converters, Accelerate's, and a plain copy of the same bytes. One process, no GPU.
+"""Time and memory of merging checkpoints to one file: checkpoint.files.convert beside torch's own
+converters, Accelerate's, and a plain copy of the same bytes. One process, no GPU.
 
     PYTHONPATH=. python tests/benchmarks/tools.py
     PYTHONPATH=. python tests/benchmarks/tools.py --nbytes 4000000000 --rounds 3 --folder /data
@@ -9,7 +9,7 @@ torch.distributed.checkpoint, torch's Hugging Face storage (one safetensors file
 torch.save file per rank. Then, for each merge, the contenders that can do it:
 
     copy          shutil.copyfile of the source's files, one after the other: the same bytes
-    ours          fsdp_compat.checkpoint.convert with its defaults: 256 MB of values, one thread
+    ours          checkpoint.files.convert with its defaults: 256 MB of values, one thread
     torch         dcp_to_torch_save, or consolidate_safetensors_files with one thread
     accelerate    merge_fsdp_weights, which is `accelerate merge-weights`; if it is installed
 
@@ -170,7 +170,7 @@ def of_ours(source: Path, target: Path) -> Callable[[], object]:
 
     if (source / ".metadata").exists():
         import torch.distributed.checkpoint  # noqa: F401  (as for torch's own: not measured)
-    return lambda: checkpoint.convert(source, target)
+    return lambda: checkpoint.files.convert(source, target)
 
 
 def of_torch(source: Path, target: Path) -> Callable[[], object]:
@@ -243,7 +243,7 @@ def require_same(source: Path, result: Path) -> None:
     """Raise RuntimeError unless two checkpoints hold the same."""
     from fsdp_compat import checkpoint
 
-    found = checkpoint.diff(source, result)
+    found = checkpoint.files.diff(source, result)
     if not found.is_same or len(found.tensors) != NUM_TENSORS:
         raise RuntimeError(f"{result} is not what {source} holds")
 

@@ -96,9 +96,9 @@ def test_a_rank_reads_its_own_part_and_its_share_of_the_records_with_checksums(
     states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     torch.save(states, tmp_path / "numbers.pt")
     given = {"optimizer_names": names, "exclude": []}
-    checkpoint.convert(tmp_path / "numbers.pt", tmp_path / "whole.pt", **given)
-    checkpoint.convert(tmp_path / "numbers.pt", tmp_path / "dcp", to="dcp", **given)
-    checkpoint.convert(tmp_path / "numbers.pt", tmp_path / "weights", weights=True)
+    checkpoint.files.convert(tmp_path / "numbers.pt", tmp_path / "whole.pt", **given)
+    checkpoint.files.convert(tmp_path / "numbers.pt", tmp_path / "dcp", to="dcp", **given)
+    checkpoint.files.convert(tmp_path / "numbers.pt", tmp_path / "weights", weights=True)
     record = SIZE * SIZE * 4
     total = 3 * LAYERS * record
     for by_case in run_ranks(ranks, _bytes_read, tmp_path):
@@ -210,7 +210,7 @@ def _save_all(folder: Path, number: float = 1.0, epoch: int = 3, momentum: float
     save_dcp({**values, "model": dict(values["model"])}, folder / "dcp")
     (folder / "weights").mkdir()
     save_file(model.state_dict(), folder / "weights" / "model.safetensors")
-    checkpoint.convert(folder / "whole.pt", folder / "native", to="native", world_size=2)
+    checkpoint.files.convert(folder / "whole.pt", folder / "native", to="native", world_size=2)
     return folder
 
 
@@ -445,7 +445,7 @@ def _write_under_names(folder: Path) -> None:
             groups[0]["params"] = names[:-1] if "setting" in name else names
         optimizer = {"state": state, "param_groups": groups}
         torch.save({"model": weights.state_dict(), "optimizer": optimizer}, folder / f"{name}.pt")
-        checkpoint.convert(folder / f"{name}.pt", folder / name, to="native", world_size=3)
+        checkpoint.files.convert(folder / f"{name}.pt", folder / name, to="native", world_size=3)
 
     under_ddp = [name for name, _ in ddp.named_parameters()]
     write("numbers of ddp", model, under_ddp, False)
@@ -491,7 +491,7 @@ def test_optimizer_state_is_found_under_the_names_of_ddp_and_refused_under_other
 ) -> None:
     _write_under_names(tmp_path)
     for name, is_intact in (("names of ddp", True), ("prefix", False), ("prefix.pt", False)):
-        found = checkpoint.verify(tmp_path / name)
+        found = checkpoint.files.verify(tmp_path / name)
         assert found.is_intact is is_intact
         assert {each.kind for each in found.problems} == (set() if is_intact else {"optimizer"})
     run_ranks(2, _load_under_names, tmp_path)
@@ -556,8 +556,10 @@ def _save_counts(folder: Path) -> None:
         take_step(optimizer)
         path = checkpoint.save(folder / front_end, model, optimizer, step=1)
         if dist.get_rank() == 0:
-            checkpoint.convert(path, folder / f"{front_end}.pt", rename={"seen": "other"})
-            checkpoint.convert(folder / f"{front_end}.pt", folder / f"{front_end} dcp", to="dcp")
+            checkpoint.files.convert(path, folder / f"{front_end}.pt", rename={"seen": "other"})
+            checkpoint.files.convert(
+                folder / f"{front_end}.pt", folder / f"{front_end} dcp", to="dcp"
+            )
 
 
 def _load_counts(folder: Path) -> None:

@@ -577,7 +577,7 @@ def test_progress_is_shown_on_the_first_rank_on_request(tmp_path: Path) -> None:
         if dist.get_rank() > 0 or not what:
             assert stderr.getvalue() == ""
         else:
-            assert all(part in stderr.getvalue() for part in (what, "B/s]", "100%"))
+            assert all(part in stderr.getvalue() for part in (what, "B/s", "100%"))
             assert ("check step 7" in stderr.getvalue()) == (what == "load step 7")
 
 

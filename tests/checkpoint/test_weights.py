@@ -154,7 +154,7 @@ def test_the_library_finds_the_model_in_the_files_and_any_wrapping_loads_them(
         path, seed = tmp_path / str(number), number + 1
         plain = make_model(seed)
         model = shard(make_model(seed), config)
-        files = save_safetensors(path, model, max_file_nbytes=300 if number % 2 else 5_000_000_000)
+        files = save_safetensors(path, model, max_file_size=300 if number % 2 else 5_000_000_000)
         assert_same(found_in(files), in_files(plain))
         assert names_in(path) == sorted(file.name for file in files)
         assert (len(files) > 1) == bool(number % 2)
@@ -244,10 +244,10 @@ class Plain(nn.Module):
 
 FORMS: dict[str, tuple[dict[str, int], int]] = {  # the arguments, and how many files they make
     "one": ({}, 1),
-    "exact": ({"max_file_nbytes": 40 + 240 + 40 + 6}, 1),
-    "two": ({"max_file_nbytes": 280}, 2),
-    "many": ({"max_file_nbytes": 100}, 3),
-    "deeper/each": ({"max_file_nbytes": 1}, 4),
+    "exact": ({"max_file_size": 40 + 240 + 40 + 6}, 1),
+    "two": ({"max_file_size": 280}, 2),
+    "many": ({"max_file_size": 100}, 3),
+    "deeper/each": ({"max_file_size": 1}, 4),
 }
 
 
@@ -552,15 +552,15 @@ def test_an_invalid_save_is_refused_on_all_ranks_and_leaves_no_files(tmp_path: P
             save(rename=lambda n: "__metadata__" if n == "count" else n),
         ),
         **{
-            f"max_file_nbytes {value!r}": (number, save(max_file_nbytes=value))
+            f"max_file_size {value!r}": (number, save(max_file_size=value))
             for value in (0, -1, True, 1e9, "5GB", None)
         },
         "no wrapping": ("The model is not wrapped", save(its=nn.Linear(1, 1))),
-        "other sizes": ("all ranks", save(max_file_nbytes=_by_rank(10_000, 40))),
+        "other sizes": ("all ranks", save(max_file_size=_by_rank(10_000, 40))),
         "other dtypes": ("all ranks", save(dtype=_by_rank(torch.bfloat16, torch.float16))),
         "other names": ("all ranks", save(rename=_by_rank(None, lambda n: f"model.{n}"))),
         "other order": ("all ranks", save(rename=_by_rank(None, lambda n: swapped.get(n, n)))),
-        "one rank's argument": (number, save(max_file_nbytes=_by_rank(10_000, 0))),
+        "one rank's argument": (number, save(max_file_size=_by_rank(10_000, 0))),
     }
     mine = tmp_path / "mine" / str(rank)  # as if on disks of their own
     failing: dict[str, tuple[str, Callable[[], object]]] = {

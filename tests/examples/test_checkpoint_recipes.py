@@ -12,14 +12,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-pytest.importorskip("click")
 pytest.importorskip("rich")
 
-from click.testing import CliRunner
 from safetensors.torch import load_file
 
 from fsdp_compat import checkpoint
-from fsdp_compat.checkpoint._tools import commands
+from tests.checkpoint.tools.program import run
 from tests.examples.test_readme import blocks
 from tests.support.checkpoints import make, reference
 
@@ -42,7 +40,7 @@ def lay_out(folder: Path) -> None:
         made = make(kind, ranks, folder / "made")
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         made["path"].rename(folder / name)
-    checkpoint.convert(
+    checkpoint.files.convert(
         folder / "runs/7/step-00001200",
         folder / "runs/7/step-00001100",
         to="native",
@@ -90,7 +88,7 @@ def test_every_recipe_of_the_checkpoint_tools_runs(
     for line in lines():
         program, *arguments = shlex.split(line)
         assert program == "fsdp-compat"
-        result = CliRunner().invoke(commands.commands, arguments, catch_exceptions=False)
+        result = run(*arguments)
         statuses[line], said[line] = result.exit_code, result.stdout
         assert result.exit_code in (0, 1), f"{line}\n{result.output}"
     wrong = [line for line, status in statuses.items() if status != line.startswith(DIFFERENT)]
@@ -118,7 +116,9 @@ def assert_targets_hold_the_model() -> None:
     names = [name for name in reference()["model"] if name.startswith("blocks.")]
     assert len(blocks_only) == len(names)
     assert_same(blocks_only, {name: f"layers.{name.removeprefix('blocks.')}" for name in names})
-    continued = checkpoint.diff("runs/7/step-00001200", "runs/8/step-00001200", exclude=["^extra/"])
+    continued = checkpoint.files.diff(
+        "runs/7/step-00001200", "runs/8/step-00001200", exclude=["^extra/"]
+    )
     assert continued.is_same and len(continued.tensors) > len(reference()["model"])
     assert len(list(Path("for_two_ranks").glob("*.safetensors"))) == 2
-    assert checkpoint.diff("runs/7/step-00001200", "for_two_ranks").is_same
+    assert checkpoint.files.diff("runs/7/step-00001200", "for_two_ranks").is_same

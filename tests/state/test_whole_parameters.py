@@ -563,9 +563,9 @@ def test_tools_keep_whole_states(tmp_path: Path) -> None:
     train(model, optimizer, (0, 1))
     path = checkpoint.save(folders[0], model, optimizer, step=2)
     if dist.get_rank() == 0:
-        checkpoint.convert(path, folders[0] / "for_three", to="native", world_size=3, step=2)
-        checkpoint.convert(path, folders[0] / "whole.pt")
-        assert checkpoint.diff(path, folders[0] / "for_three").is_same
+        checkpoint.files.convert(path, folders[0] / "for_three", to="native", world_size=3, step=2)
+        checkpoint.files.convert(path, folders[0] / "whole.pt")
+        assert checkpoint.files.diff(path, folders[0] / "for_three").is_same
     dist.barrier()
     for name in ("for_three", "whole.pt"):
         model = rows(Net())

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..._progress import elapsing
 from .fsdp_imports import rewrite_fsdp_imports
 from .new_imports import Imports
 from .source import Finding, Source
@@ -25,8 +26,8 @@ DESCRIPTION = """Rewrite Python source: imports of torch.distributed.fsdp become
 fsdp_compat, and DistributedDataParallel becomes FullyShardedDataParallel, with what the same
 function does with the model. The rest is listed, with the reason and what to do."""
 
-EPILOG = """Exit status: 0; 1 if a place was left alone that will raise, or with --check if anything
-is left to rewrite; 2 if the arguments are wrong."""
+EPILOG = """fsdp-compat migrate src/ train.py
+fsdp-compat migrate src/ --write"""
 
 _SKIPPED = {"__pycache__", "build", "env", "node_modules", "site-packages", "venv"}
 _OF_FSDP = re.compile(
@@ -50,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.add_argument("paths", nargs="+", metavar="PATH", help="a file, or a directory")
     parser.add_argument("--write", action="store_true", help="write the files, not only a diff")
-    text = "also exit with 1 if anything is left to rewrite"
+    text = "exit with 1 also if files can be rewritten, not only if places are left alone"
     parser.add_argument("--check", action="store_true", help=text)
 
 
@@ -61,19 +62,14 @@ def main(given: argparse.Namespace) -> int:
             text = f"migrate: there is no file or directory {path!r} in {os.getcwd()}"
             print(text, file=sys.stderr)
             return 2
-    done = {path: _migrated(path, False) for path in python_files(given.paths)}
-    if any(file.wraps for file in done.values()):
-        for path, file in done.items():
-            done[path] = file if file.wraps or file.left else _migrated(path, True)
+    with elapsing(sys.stderr.isatty(), "migrating"):
+        done = {path: _migrated(path, False) for path in python_files(given.paths)}
+        if any(file.wraps for file in done.values()):
+            for path, file in done.items():
+                done[path] = file if file.wraps or file.left else _migrated(path, True)
     if given.write:
         done = {path: _written(file) for path, file in done.items()}
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # sources have any characters
-    try:
-        return _print(list(done.values()), given)
-    except BrokenPipeError:  # the reader, such as head, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    return _print(list(done.values()), given)
 
 
 def _migrated(path: str, wraps_elsewhere: bool) -> Migrated:

@@ -22,6 +22,6 @@ Readers and writers, by format:
 - torch.distributed.checkpoint: ``dcp``; directories of Accelerate, Lightning and others:
   ``client_directories``
 
-What users call: ``convert``, and with ``arithmetic`` ``inspection``, ``verification`` and
-``difference``; from a shell ``commands``, with ``tables`` and ``listing``.
+What users call, as `checkpoint.files`: ``convert``, ``listing``, and with ``arithmetic``
+``inspection``, ``verification`` and ``difference``; from a shell ``commands``, with ``tables``.
 """

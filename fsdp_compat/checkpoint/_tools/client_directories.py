@@ -41,7 +41,7 @@ _Parts = dict[str, list[Path]]
 
 
 def read_client_directory(
-    path: Path, shapes: Shapes | None = None, ignored: Collection[str] = ()
+    path: Path, shapes: Shapes | None = None, ignore_class: Collection[str] = ()
 ) -> Archive | None:
     """Return what a directory of one of these libraries holds; None if it is not one.
 
@@ -51,47 +51,47 @@ def read_client_directory(
     - Lightning and Fabric: ``.metadata`` and ``meta.pt``; Megatron-FSDP: ``common.pt``
 
     Schedulers, scalers and registered objects are in ``extra``; the state of single processes, such
-    as random numbers, is named in ``left_out``. ignored: as for ``torch_save.unpickle``. Raises
+    as random numbers, is named in ``left_out``. ignore_class: as for ``inspect``. Raises
     CheckpointError and OSError.
     """
     if is_dcp(path):
-        return _with_values_beside(path, ignored)
+        return _with_values_beside(path, ignore_class)
     names = sorted(os.listdir(path))
     parts, plain = _fsdp_parts(path, names), _plain_models(path, names)
     has_models = any(key.startswith("model") for key in parts)
     is_signed = any(_SIGNS.fullmatch(name) for name in names)
     if not (has_models or (plain and (parts or is_signed)) or (parts and is_signed)):
         return None
-    archive = _opened(path, parts if has_models else {**plain, **parts}, shapes, ignored)
+    archive = _opened(path, parts if has_models else {**plain, **parts}, shapes, ignore_class)
     if has_models:
         copies = [file.name for files in plain.values() for file in files]
         archive.left_out += [f"{name}: a further copy of the model" for name in copies]
     archive.as_saved = None  # the files are several
     archive.kind = "Trainer" if _TRAINER_STATE in names else "Accelerate"
-    _add_values(archive, path, names, ignored)
+    _add_values(archive, path, names, ignore_class)
     return archive
 
 
 # -- Lightning, Fabric, Megatron-FSDP
 
 
-def _with_values_beside(path: Path, ignored: Collection[str]) -> Archive | None:
+def _with_values_beside(path: Path, ignore_class: Collection[str]) -> Archive | None:
     """Return a torch.distributed.checkpoint with a file of plain values, or None without it."""
     name = next((name for name in _BESIDE_DCP if (path / name).is_file()), None)
     if name is None:
         return None
     tree, world_size, left_out = tree_of(path)
-    values = _torch_values(member(path, name), left_out, ignored)
+    values = _torch_values(member(path, name), left_out, ignore_class)
     values = values if isinstance(values, dict) else {"values": values}
     kind = "Lightning" if "pytorch-lightning_version" in values else _BESIDE_DCP[name]
     tree = {**values, **tree}
     return archive_of(path, kind, tree, world_size, left_out)
 
 
-def _torch_values(path: Path, left_out: list[str], ignored: Collection[str]) -> Any:
+def _torch_values(path: Path, left_out: list[str], ignore_class: Collection[str]) -> Any:
     """Return the values of a torch.save file; if they are refused, {} with a note."""
     try:
-        return read_torch_file(path, ignored=ignored)
+        return read_torch_file(path, ignore_class=ignore_class)
     except CheckpointError as error:
         left_out.append(f"{path.name}: {found_in(error)}")
         return {}
@@ -138,12 +138,14 @@ def _plain_models(path: Path, names: Iterable[str]) -> _Parts:
     return found
 
 
-def _opened(path: Path, parts: _Parts, shapes: Shapes | None, ignored: Collection[str]) -> Archive:
+def _opened(
+    path: Path, parts: _Parts, shapes: Shapes | None, ignore_class: Collection[str]
+) -> Archive:
     """Return all models and optimizers, the first ones first."""
     sections: dict[str, Any] = {}
     world_sizes, left_out = [0], list[str]()
     for key in sorted(parts, key=lambda key: (len(key), key)):
-        found, world_size, texts = _read(parts[key], shapes, ignored)
+        found, world_size, texts = _read(parts[key], shapes, ignore_class)
         inside = found.get(key.partition("_")[0]) if isinstance(found, dict) else None
         sections[key] = inside if isinstance(inside, dict) else found
         world_sizes.append(world_size or 0)
@@ -152,29 +154,29 @@ def _opened(path: Path, parts: _Parts, shapes: Shapes | None, ignored: Collectio
 
 
 def _read(
-    files: list[Path], shapes: Shapes | None, ignored: Collection[str]
+    files: list[Path], shapes: Shapes | None, ignore_class: Collection[str]
 ) -> tuple[Any, int | None, list[str]]:
     """Return the nested values of one part, the number of ranks, and what could not be read."""
     first = files[0]
     if first.is_dir():
         return tree_of(first)
     if len(files) > 1 or "_rank" in first.name:
-        return tree_of_ranks(files, shapes, ignored)
+        return tree_of_ranks(files, shapes, ignore_class)
     if ".safetensors" in first.name:
         weights = read_safetensors(first)
         return weights.tensors, None, weights.left_out
     read = tensors_of_index if first.suffix == ".json" else read_torch_file
-    return read(first, ignored=ignored), None, []
+    return read(first, ignore_class=ignore_class), None, []
 
 
-def tensors_of_index(index: Path, ignored: Collection[str] = ()) -> dict[str, Any]:
+def tensors_of_index(index: Path, ignore_class: Collection[str] = ()) -> dict[str, Any]:
     """Return the model in the files that an index lists. Raises CheckpointError; OSError."""
     trees: dict[str, Any] = {}
     found = {}
     for name, file in weight_map(index).items():
         path = require_inside(index.parent, index.parent / file)
         if file not in trees:
-            trees[file] = read_torch_file(path, ignored=ignored)
+            trees[file] = read_torch_file(path, ignore_class=ignore_class)
         if not isinstance(trees[file], dict) or name not in trees[file]:
             raise damaged_dcp(path, f"no tensor {name!r:.200}, which {index.name} lists")
         found[name] = trees[file][name]
@@ -182,12 +184,14 @@ def tensors_of_index(index: Path, ignored: Collection[str] = ()) -> dict[str, An
 
 
 def _add_values(
-    archive: Archive, path: Path, names: Iterable[str], ignored: Collection[str]
+    archive: Archive, path: Path, names: Iterable[str], ignore_class: Collection[str]
 ) -> None:
     """Enter the step and the plain values beside model and optimizer."""
     for name in names:
         if match := _VALUES.fullmatch(name):
-            values = _torch_values(require_inside(path, path / name), archive.left_out, ignored)
+            values = _torch_values(
+                require_inside(path, path / name), archive.left_out, ignore_class
+            )
             if values != {}:
                 archive.extra[match[1]] = values
         elif _OF_ONE_PROCESS.fullmatch(name):

@@ -1,130 +1,68 @@
-"""The commands of ``fsdp-compat`` that work on checkpoints: arguments, output and exit status.
-
-click and rich (`tables`) are in the extra ``cli``; nothing but ``__main__`` imports this module."""
+"""The commands of ``fsdp-compat`` that work on checkpoints: arguments and output. The functions of
+`checkpoint.files` have the same arguments."""
 
 from __future__ import annotations
 
-import importlib.util
-import io
+import argparse
+import contextlib
+import dataclasses
+import functools
+import importlib
 import json
 import os
 import re
 import sys
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from inspect import getdoc
 from pathlib import Path
 from typing import Any
 
-import click
 import torch
 
-from ...errors import FsdpCompatError, UsageError, explain
+from ..._text import shown
+from ...errors import FsdpCompatError, UsageError
+from .._directory import steps_in
 from .._header import dtype_of
-from .._publishing import published, write_text
 from .._texts import parse_json, read_text
-from . import tables
+from .archive import Unrecognised
 from .convert import FORMATS, convert
 from .difference import diff
 from .inspection import Facts, inspect
 from .listing import list_checkpoints
-from .shapes import shapes_from_callable
-from .tables import shown
 from .verification import verify
 
-_FOUND = "\n  1    verify found a problem, or diff a difference"
-STATUS = f"""\b
-Exit status:
-  0    everything is fine{_FOUND}
-  2    wrong arguments, the target exists, or a package is missing
-  3    the checkpoint is damaged (but see 1), refused or unreadable
-  130  interrupted by Ctrl-C; nothing is left under the target's name
-  141  the output was closed early, as by head"""
-
-_SUFFIXES = [suffix for each in FORMATS.values() for suffix in each.suffixes]
 _PREFIXES = ("", "k", "m", "g", "t")
 _SIZE = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*(?:([kmgt])(i?))?b?\s*", re.IGNORECASE)
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+_Wrong = argparse.ArgumentTypeError
+_Argument = tuple[str, dict[str, Any]]  # what ``ArgumentParser.add_argument`` takes
 
 
-class _Commands(click.Group):
-    """Turns errors into one message and an exit status. Bugs keep their traceback."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="backslashreplace")  # names have any characters
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("always", UserWarning)
-                warnings.showwarning = lambda warning, *_, **__: _note(str(warning))
-                result = super().invoke(ctx)
-            sys.stdout.flush()
-            return result
-        except FsdpCompatError as error:
-            status, message = 2 if isinstance(error, UsageError) else 3, str(error)
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            status, message = 141, ""
-        except OSError as error:
-            status, message = 3, _of_system(error)
-        except KeyboardInterrupt:
-            message = "Interrupted. No target was written; the command can be run again."
-            status = 130
-        _say(message)
-        ctx.exit(status)
+# -- types of arguments
 
 
-def _note(warning: str) -> None:
-    """Print the first line of a warning."""
-    _say(f"note: {warning.splitlines()[0]}")
-
-
-def _of_system(error: OSError) -> str:
-    return explain(
-        "A file cannot be read or written.",
-        expected="access to it, and free disk space",
-        got=error.strerror or str(error),
-        where=str(error.filename or "the command"),
-        fix="check the path, its permissions and the disk",
-    )
-
-
-def _say(message: str) -> None:
-    """Print to stderr. Content of files may be quoted in it."""
-    for line in message.splitlines():
-        click.echo(shown(line), err=True)
-
-
-@click.group(cls=_Commands, epilog=STATUS, context_settings={"max_content_width": 100})
-def commands() -> None:
-    """Look into, check, compare and convert checkpoints, in one process without a GPU."""
-
-
-def _epilog(*examples: str, compares: bool = False) -> str:
-    lines = (f"  fsdp-compat {example}" for example in examples)
-    status = STATUS if compares else STATUS.replace(_FOUND, "").replace(" (but see 1)", "")
-    return "\n".join(["\b", "Examples:", *lines, "", status])
-
-
-# -- types of arguments; --help shows their names
+def existing(value: str) -> Path:
+    if not os.path.lexists(value):
+        raise _Wrong(f"{value!r} does not exist")
+    return Path(value)
 
 
 def regex(value: str) -> str:
-    """A pattern."""
     try:
         re.compile(value)
     except re.error as error:
-        raise click.BadParameter(f"{value!r} is no regular expression: {error}") from error
+        raise _Wrong(f"{value!r} is not a regular expression: {error}") from error
     return value
 
 
-def size(value: str | int) -> int:
-    """A number of bytes: 5GB, 256MB, 1.5GiB, 4096."""
-    found, nbytes = _SIZE.fullmatch(str(value)), 0
+def size(value: str) -> int:
+    """Return a number of bytes: 5GB, 256MB, 1.5GiB, 4096."""
+    found, nbytes = _SIZE.fullmatch(value), 0
     if found is not None:
         number, prefix, binary = found.groups(default="")
         nbytes = int(float(number) * (1024 if binary else 1000) ** _PREFIXES.index(prefix.lower()))
     if nbytes < 1:
-        raise click.BadParameter(f"{value!r} is not a size, such as 5GB, 256MB, 1.5GiB or 4096")
+        raise _Wrong(f"{value!r} is not a size, such as 5GB, 256MB, 1.5GiB or 4096")
     return nbytes
 
 
@@ -132,302 +70,261 @@ def dtype(value: str) -> torch.dtype:
     try:
         return dtype_of(_SHORT.get(value, value))
     except ValueError as error:
-        text = f"{value!r} is not a dtype, such as bfloat16 or float32"
-        raise click.BadParameter(text) from error
+        raise _Wrong(f"{value!r} is not a dtype, such as bfloat16 or float32") from error
 
 
-def _replacement(value: str) -> tuple[str, str]:
+def replacement(value: str) -> tuple[str, str]:
     pattern, arrow, text = value.partition("=>")
     if not arrow or not pattern:
-        raise click.BadParameter(f"{value!r} is not of the form 'PATTERN=>REPLACEMENT'")
+        raise _Wrong(f"{value!r} is not of the form 'REGEX=>TEXT'")
     return pattern, text
 
 
-def json_file(path: str) -> Any:
+def json_file(value: str) -> Any:
     try:
-        return parse_json(read_text(Path(path)))
+        return parse_json(read_text(Path(value)))
     except (ValueError, RecursionError, OSError, FsdpCompatError) as error:
-        raise click.BadParameter(f"{path} cannot be read as JSON: {error}") from error
+        raise _Wrong(f"{value} cannot be read as JSON: {error}") from error
 
 
-# -- parameters that several commands have
+# -- arguments
 
 
-def _option(
-    names: str, help: str, type: Any = None, *, is_repeatable: bool = False, **settings: Any
-) -> click.Option:
-    """Return an option; without a type it is a flag."""
-    return click.Option(
-        names.split(),
-        help=f"{help} Repeatable." if is_repeatable else help,
-        type=type,
-        is_flag=type is None,
-        multiple=is_repeatable,
-        **settings,
-    )
+def _flag(name: str, help: str) -> _Argument:
+    return name, {"help": help, "action": "store_true"}
 
 
-_EXISTING = click.Path(exists=True, path_type=Path)
-_COUNT = click.IntRange(min=1)
-_SOURCE = click.Argument(["source"], type=_EXISTING)
-_TARGET = click.Argument(["target"], type=Path)
-_AS_JSON = _option("--json as_json", "Print JSON instead of tables.")
-_IGNORE = _option(
-    "--ignore-class ignored",
-    "Leave out objects of this class in torch.save files: package.module.Class.",
-    str,
-    is_repeatable=True,
-    metavar="NAME",
-)
-_WEIGHTS = _option("--weights", "The model alone: no optimizer state and no other values.")
-_OPENING = [
-    _option(
-        "--shapes",
-        "Where flat files of FSDP1 (LOCAL_STATE_DICT) get shapes from: whole tensors of the same "
-        "model, or the JSON that `fsdp-compat shapes` writes.",
-        _EXISTING,
-    ),
-    _IGNORE,
-    _option(
-        "--keep-module",
-        "Keep a 'module.' that all names begin with. Default: remove it, as it is usually the "
-        "prefix that DistributedDataParallel adds. Native checkpoints always keep it.",
-    ),
-]
+def _value(name: str, help: str, type: Callable[[str], Any], **settings: Any) -> _Argument:
+    return name, {"help": help, "type": type, **settings}
+
+
+def _several(name: str, help: str, type: Callable[[str], Any], metavar: str) -> _Argument:
+    settings = {"type": type, "metavar": metavar, "action": "append", "default": []}
+    return name, {"help": f"{help}; repeatable", **settings}
+
+
+_PATH = _value("path", "a checkpoint, or a run's folder: the newest in it", existing)
+_JSON = _flag("--json", "print JSON instead of tables")
 _READING = [
-    *_OPENING,
-    _option(
-        "--memory", "Values in memory at a time: 256MiB (default), 2GB.", size, default="256MiB"
+    _value(
+        "--shapes",
+        "where flat files of FSDP1 (LOCAL_STATE_DICT) get shapes from: whole tensors of the same "
+        "model, or a function without arguments that returns it, which runs on the meta device",
+        str,
+        metavar="PATH|MODULE:FUNCTION",
     ),
-    _option(
+    _several(
+        "--ignore-class",
+        "leave out objects of this class in torch.save files: package.module.Class",
+        str,
+        "NAME",
+    ),
+    _flag(
+        "--keep-module",
+        "keep a 'module.' that all names begin with; by default it is removed, as the prefix that "
+        "DistributedDataParallel adds. Native checkpoints always keep it",
+    ),
+    _value(
+        "--memory",
+        "values in memory at a time: 256MiB (default), 2GB",
+        size,
+        default="256MiB",
+        metavar="SIZE",
+    ),
+    _value(
         "--workers",
-        "Number of threads. Default: 4, or the number of processors.",
-        _COUNT,
+        "number of threads; default: 4, or the number of processors",
+        int,
         default=min(4, os.cpu_count() or 1),
         metavar="N",
     ),
 ]
 _SELECTION = [
-    _option("--include", "Only tensors whose names match.", regex, is_repeatable=True),
-    _option("--exclude", "Leave out tensors whose names match.", regex, is_repeatable=True),
+    _several("--include", "only tensors whose names match", regex, "REGEX"),
+    _several("--exclude", "leave out tensors whose names match", regex, "REGEX"),
 ]
-_CONVERTING = [
-    _SOURCE,
-    _TARGET,
-    _option("--dtype", "Convert floating-point weights: bfloat16.", dtype),
-    _option(
-        "--rename",
-        "Replace matches in names, as Python's re.sub does, in this order.",
-        _replacement,
-        is_repeatable=True,
-        metavar="'REGEX=>TEXT'",
-    ),
-    *_SELECTION,
-    _WEIGHTS,
-    _option(
-        "--optimizer-names",
-        "Names for numbered parameters of the optimizer, as a list in the order of the numbers. A "
-        "native target needs names.",
-        json_file,
-    ),
-    *_READING,
-]
-_CUTTING = [
-    _option(
-        "--unit", "Parameters whose names have the same match share a unit: 'layers\\.\\d+'.", regex
-    ),
-    _option("--step", "Step that the target records.", click.IntRange(min=0)),
-]
+_WEIGHTS = _flag("--weights", "the model alone: no optimizer state and no other values")
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A command, as `__main__` uses it. work: called with the arguments by their names."""
+
+    arguments: Sequence[_Argument]
+    examples: Sequence[str]
+    work: Callable[..., int]
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.description = getdoc(self.work)
+        parser.epilog = "\n".join(f"fsdp-compat {example}" for example in self.examples)
+        for name, settings in self.arguments:
+            parser.add_argument(name, **settings)
+
+    def main(self, given: argparse.Namespace) -> int:
+        return self.work(**vars(given))
+
+
+def _command(
+    *arguments: _Argument, examples: Sequence[str]
+) -> Callable[[Callable[..., int]], Command]:
+    return functools.partial(Command, arguments, examples)
+
+
+# -- output
 
 
 def _progress() -> bool:
-    """Return whether to draw a bar: on a terminal only."""
-    return sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None
+    """Return whether to show progress: on a terminal only."""
+    return sys.stderr.isatty()
 
 
-def _show(found: Facts, as_json: bool, text: Callable[[], str], is_fine: bool = True) -> None:
-    """Print a result and end, with status 0 or 1."""
-    sys.stdout.write(json.dumps(found.as_json(), allow_nan=False) + "\n" if as_json else text())
-    click.get_current_context().exit(0 if is_fine else 1)
+def _tables(as_json: bool) -> Any:
+    """Return what makes tables, or None for JSON. Raises UsageError without rich."""
+    try:
+        return None if as_json else importlib.import_module(".tables", __package__)
+    except ImportError as error:
+        raise UsageError.of(
+            "Tables need the package rich.",
+            expected="rich, or --json",
+            got="rich is not installed",
+            where="fsdp-compat",
+            fix="pip install rich",
+        ) from error
 
 
-# -- looking
+def _print(found: Facts, text: str | None) -> None:
+    """Print a result, without a text as JSON."""
+    sys.stdout.write(text or json.dumps(found.as_json(), allow_nan=False) + "\n")
 
 
-@commands.command(
-    "inspect",
-    params=[
-        _SOURCE,
-        _option("--all lists_all", "List every tensor and every other value."),
-        *_SELECTION,
-        _option("--stats", "Also read the values, for the smallest, the largest and the mean."),
-        _AS_JSON,
-        *_READING,
-    ],
-    epilog=_epilog(
+# -- commands
+
+
+@_command(
+    _value("path", "a checkpoint, or a run's folder", existing),
+    _flag("--all", "list every tensor and every other value"),
+    *_SELECTION,
+    _flag("--stats", "also read the values, for the smallest, the largest and the mean"),
+    _JSON,
+    *_READING,
+    examples=(
+        "inspect runs/7",
         "inspect runs/7/step-00001200",
-        "inspect model.safetensors --include '^layers\\.0\\.' --stats",
+        r"inspect model.safetensors --include '^layers\.0\.' --stats",
     ),
 )
-def inspect_command(source: Path, lists_all: bool, as_json: bool, **given: Any) -> None:
+def inspect_command(path: Path, all: bool, json: bool, **given: Any) -> int:
     """Show what a checkpoint is and holds: totals, and a line for each module, or, with --all,
-    --stats or a pattern, for each tensor. No values are read without --stats."""
-    found = inspect(source, progress=_progress(), **given)
-    lists_all = lists_all or bool(given["stats"] or given["include"] or given["exclude"])
-    _show(found, as_json, lambda: tables.of_inspection(found, lists_all, given["stats"]))
+    --stats or a pattern, for each tensor. Of a run's folder, list the checkpoints: step, format,
+    size, whether each is complete, and which is the latest. No values are read without --stats."""
+    tables = _tables(json)
+    with contextlib.suppress(*[Unrecognised] if path.is_dir() else []):
+        if not steps_in(path):
+            found = inspect(path, progress=_progress(), **given)
+            lists_all = all or bool(given["stats"] or given["include"] or given["exclude"])
+            _print(found, tables and tables.of_inspection(found, lists_all, given["stats"]))
+            return 0
+    run = list_checkpoints(path, ignore_class=given["ignore_class"], progress=_progress())
+    _print(run, tables and tables.of_listing(run))
+    return 0
 
 
-@commands.command(
-    "list",
-    params=[
-        click.Argument(["folder"], type=click.Path(exists=True, file_okay=False, path_type=Path)),
-        _AS_JSON,
-        _IGNORE,
-    ],
-    epilog=_epilog("list runs/7"),
+@_command(
+    _PATH,
+    _flag("--quick", "read no values: no checksums, no NaN counts"),
+    _flag("--finite", "count NaN and infinite values as problems"),
+    _JSON,
+    *_READING,
+    examples=("verify runs/7/step-00001200", "verify checkpoint-1000 --finite"),
 )
-def list_command(folder: Path, as_json: bool, ignored: tuple[str, ...]) -> None:
-    """List the checkpoints in a run's folder: step, format, size, whether each is complete, and
-    which is the latest. No values are read."""
-    found = list_checkpoints(folder, ignored, progress=_progress())
-    _show(found, as_json, lambda: tables.of_listing(found))
-
-
-@commands.command(
-    "verify",
-    params=[
-        _SOURCE,
-        _option("--quick", "Read no values: no checksums, no NaN counts."),
-        _option("--finite", "Count NaN and infinite values as problems."),
-        _AS_JSON,
-        *_READING,
-    ],
-    epilog=_epilog("verify runs/7/step-00001200", "verify checkpoint-1000 --finite", compares=True),
-)
-def verify_command(source: Path, quick: bool, as_json: bool, **given: Any) -> None:
+def verify_command(path: Path, json: bool, **given: Any) -> int:
     """Check that every element of every tensor is there exactly once, that files have their lengths
     and checksums, and that replicas are equal; count NaN and infinite values. Values of files
     without checksums, such as safetensors, can have changed unnoticed: the last line says so."""
-    found = verify(source, values=not quick, progress=_progress(), **given)
-    _show(found, as_json, lambda: tables.of_verification(found), found.is_intact)
+    tables = _tables(json)
+    found = verify(path, progress=_progress(), **given)
+    _print(found, tables and tables.of_verification(found))
+    return 0 if found.is_intact else 1
 
 
-@commands.command(
-    "diff",
-    params=[
-        click.Argument(["one"], type=_EXISTING),
-        click.Argument(["other"], type=_EXISTING),
-        _option("--rtol", "Tolerance relative to the larger value.", float, default=0.0),
-        _option("--atol", "Absolute tolerance.", float, default=0.0),
-        _option("--any-dtype", "Compare values only: dtypes may differ."),
-        *_SELECTION,
-        _WEIGHTS,
-        _AS_JSON,
-        *_READING,
-    ],
-    epilog=_epilog(
+@_command(
+    _PATH,
+    _value("other", "the same, of any format", existing),
+    _value("--rtol", "tolerance relative to the larger value", float, default=0.0),
+    _value("--atol", "absolute tolerance", float, default=0.0),
+    _flag("--any-dtype", "compare values only: dtypes may differ"),
+    *_SELECTION,
+    _WEIGHTS,
+    _JSON,
+    *_READING,
+    examples=(
         "diff runs/7/step-00001100 runs/7/step-00001200",
         "diff full.pt exported --weights --rtol 1e-2 --any-dtype",
-        compares=True,
     ),
 )
-def diff_command(any_dtype: bool, as_json: bool, **given: Any) -> None:
+def diff_command(path: Path, other: Path, json: bool, **given: Any) -> int:
     """Compare two checkpoints, of any two formats: tensors that only one has, other shapes and
     dtypes, and how far values are apart, the largest distance first. NaN equals NaN."""
-    found = diff(dtypes=not any_dtype, progress=_progress(), **given)
-    _show(found, as_json, lambda: tables.of_difference(found), found.is_same)
+    tables = _tables(json)
+    found = diff(path, other, progress=_progress(), **given)
+    _print(found, tables and tables.of_difference(found))
+    return 0 if found.is_same else 1
 
 
-# -- writing
-
-
-@commands.command(
-    "convert",
-    params=[
-        _option(
-            "--to",
-            "Format of the target. Default: by suffix (.safetensors, .pt, .pth, .bin, .ckpt) or "
-            "else a directory of safetensors files with an index, as Hugging Face has it.",
-            click.Choice(tuple(FORMATS)),
-        ),
-        _option("--world-size", "Ranks to split the files for.", _COUNT, metavar="N"),
-        *_CUTTING,
-        _option(
-            "--max-file-size max_file_nbytes",
-            "Largest size of one safetensors file.",
-            size,
-            default="5GB",
-        ),
-        *_CONVERTING,
-    ],
-    epilog=_epilog(
+@_command(
+    _PATH,
+    _value("target", "the file or directory to write, which must not exist", Path),
+    _value(
+        "--to",
+        "format of the target; default: by suffix (.safetensors; .pt, .pth, .bin or .ckpt for "
+        "torch.load), with --world-size dcp or native, or else a directory of safetensors files "
+        "with an index, as Hugging Face has it",
+        str,
+        choices=tuple(FORMATS),
+    ),
+    _value("--world-size", "ranks to split the files for (dcp, native)", int, metavar="N"),
+    _value(
+        "--unit",
+        r"parameters whose names have the same match share a unit: 'layers\.\d+' (native)",
+        regex,
+        metavar="REGEX",
+    ),
+    _value("--step", "step that the target records (native)", int),
+    _value("--dtype", "convert floating-point weights: bfloat16", dtype),
+    _several(
+        "--rename",
+        "replace matches in names, as Python's re.sub does, in this order",
+        replacement,
+        "'REGEX=>TEXT'",
+    ),
+    *_SELECTION,
+    _WEIGHTS,
+    _flag("--as-saved", "keep nested values and all names as they were saved (.pt)"),
+    _value(
+        "--optimizer-names",
+        "JSON file: names for numbered parameters of the optimizer, as a list in the order of the "
+        "numbers. A native target needs names",
+        json_file,
+        metavar="FILE",
+    ),
+    _value(
+        "--max-file-size",
+        "largest size of one safetensors file; default: 5GB",
+        size,
+        default="5GB",
+        metavar="SIZE",
+    ),
+    *_READING,
+    examples=(
         "convert runs/7/step-00001200 exported",
         "convert checkpoint-1000 model.pt --dtype bfloat16 --weights",
-        "convert sharded adapter --include '\\.lora_' --rename '^base_model\\.=>'",
+        "convert dcp everything.pt --as-saved",
+        r"convert sharded adapter --include '\.lora_' --rename '^base_model\.=>'",
+        r"convert runs/7/step-00001200 two-ranks --world-size 2 --unit 'layers\.\d+'",
     ),
 )
-def convert_command(**given: Any) -> None:
-    """Write a checkpoint in another format, with other names or dtypes, or a part of it. The target
-    must not exist; it appears once it is complete."""
-    _convert(**given)
-
-
-@commands.command(
-    "merge",
-    params=[
-        _option("--as-saved", "Keep nested values and all names as they were saved: .pt only."),
-        *_CONVERTING,
-    ],
-    epilog=_epilog(
-        "merge fsdp_checkpoint model.safetensors",
-        "merge dcp model.pt --weights",
-        "merge dcp everything.pt --as-saved",
-    ),
-)
-def merge_command(target: Path, **given: Any) -> None:
-    """Write a checkpoint of many files as one. Its format is that of TARGET's suffix: .safetensors,
-    or .pt, .pth, .bin and .ckpt for torch.load."""
-    if target.suffix.lower() not in _SUFFIXES:
-        raise click.UsageError(
-            f"{str(target)!r} does not say which format to write: end it in {', '.join(_SUFFIXES)}"
-        )
-    _convert(target=target, **given)
-
-
-@commands.command(
-    "reshard",
-    params=[
-        _option(
-            "--world-size", "Ranks to split the files for.", _COUNT, metavar="N", required=True
-        ),
-        *_CUTTING,
-        *_CONVERTING,
-    ],
-    epilog=_epilog("reshard runs/7/step-00001200 two-ranks --world-size 2 --unit 'layers\\.\\d+'"),
-)
-def reshard_command(source: Path, **given: Any) -> None:
-    """Write a checkpoint as another number of ranks would have saved it: for
-    torch.distributed.checkpoint if SOURCE is of it, otherwise for fsdp_compat.checkpoint."""
-    to = "dcp" if (source / ".metadata").is_file() else "native"
-    _convert(source=source, to=to, **given)
-
-
-def _convert(**given: Any) -> None:
-    path = convert(progress=_progress(), **given)
-    click.echo(shown(str(path)))
-
-
-@commands.command(
-    "shapes",
-    params=[
-        click.Argument(["factory"], metavar="MODULE:FUNCTION"),
-        _option("-o --output", "The file to write.", Path, metavar="PATH", required=True),
-    ],
-    epilog=_epilog("shapes my.module:make_model -o model.json"),
-)
-def shapes_command(factory: str, output: Path) -> None:
-    """Write the shapes of a model's parameters as JSON, for --shapes. FUNCTION takes no
-    arguments and returns the model, which is made on the meta device: without memory."""
-    with published(output) as path:
-        write_text(path, shapes_from_callable(factory).as_text())
-    click.echo(shown(str(output)))
+def convert_command(path: Path, target: Path, **given: Any) -> int:
+    """Write a checkpoint in another format, as one file, for another number of ranks, with other
+    names or dtypes, or a part of it. The target must not exist; it appears once it is complete."""
+    print(shown(str(convert(path, target, progress=_progress(), **given))))
+    return 0

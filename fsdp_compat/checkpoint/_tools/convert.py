@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
+from ..._progress import progress_bar
 from ..._text import joined
 from ...errors import CheckpointError, UsageError, unusable, wrong_type
 from .._arguments import Rename, renamed, require_arguments, selection
 from .._directory import step_in
-from .._progress import progress_bar
 from .._publishing import published, require_free
 from .archive import Archive, StoredTensor, is_user
-from .dcp import write_dcp
+from .dcp import is_dcp, write_dcp
 from .native import write_native
 from .opening import open_archive, problems_of
 from .optimizer_tree import name_optimizer
@@ -49,12 +49,12 @@ FORMATS = {
     "dcp": _Format(write_dcp, True),
     "native": _Format(write_native, True),
 }
-_CALL = "checkpoint.convert"
+_CALL = "checkpoint.files.convert"
 _VALUES = (torch.dtype, torch.device, torch.Size, complex, bytearray, set, frozenset, Counter)
 
 
 def convert(
-    source: str | os.PathLike[str],
+    path: str | os.PathLike[str],
     target: str | os.PathLike[str],
     *,
     to: str | None = None,
@@ -68,9 +68,9 @@ def convert(
     as_saved: bool = False,
     optimizer_names: Sequence[str] | None = None,
     shapes: Shapes | str | os.PathLike[str] | None = None,
-    ignored: Collection[str] = (),
+    ignore_class: Collection[str] = (),
     keep_module: bool = False,
-    max_file_nbytes: int = 5_000_000_000,
+    max_file_size: int = 5_000_000_000,
     memory: int = 256 << 20,
     workers: int = 1,
     step: int | None = None,
@@ -85,10 +85,11 @@ def convert(
         convert("checkpoints/rank_files", "model", to="safetensors")
         convert("runs/7/step-00001200", "weights.pt", weights=True, dtype=torch.bfloat16)
 
-    source: a checkpoint; its kind is recognised. target: does not exist yet.
+    path: a checkpoint; its kind is recognised. target: does not exist yet.
     to: "safetensors" (a directory as Hugging Face lays it out), "safetensors-file", "torch" (a
     torch.save file), "dcp" (torch.distributed.checkpoint) or "native" (a directory for
-    ``checkpoint.load``). Default: by the suffix of ``target``; safetensors without one.
+    ``checkpoint.load``). Default: by the suffix of ``target``. Without one, with a ``world_size``
+    "dcp" from "dcp" and "native" from all else; otherwise safetensors.
     world_size: ranks to cut the shards of "dcp" and "native" for, by default 1; any can load it.
     unit: for "native": a regular expression; parameters whose names begin with the same match share
     a shard, such as ``r"layers\\.\\d+\\."``. Default: one per dtype.
@@ -104,21 +105,21 @@ def convert(
     optimizer_names: names for the numbers under which torch.optim saves its parameters, in this
     order, such as ``[name for name, _ in model.named_parameters()]`` if the optimizer got
     ``model.parameters()``. A "native" target needs names; state with ``param_names`` has them.
-    shapes, ignored, keep_module: as for ``inspect``.
-    max_file_nbytes: largest number of bytes of tensors in a file of "safetensors".
+    shapes, ignore_class, keep_module: as for ``inspect``.
+    max_file_size: the most bytes of tensors in a file of "safetensors".
     memory: bytes of values in memory at a time, in all workers together, at least 1 MiB. A tensor
     whose elements lie scattered over a file may need as much as its own size, and files with
     checksums are read in blocks of 4 MiB.
-    workers: threads. progress: draw a bar, with tqdm.
+    workers: threads. progress: show bytes and rate on stderr.
     step: of the target, for "native"; default: the source's, or 0.
 
     Raises UsageError if an argument is invalid, the target exists, or it cannot hold a value;
     CheckpointError if the source is damaged, incomplete or refused; OSError if the target cannot be
     written. Warns (UserWarning) of values of the source that the target does not hold.
     """
-    path = Path(target)
-    require_free(path)
-    to = _format_of(path, to)
+    path, target = Path(path), Path(target)
+    require_free(target)
+    to = _format_of(path, target, to, world_size)
     require_arguments(
         _CALL,
         progress,
@@ -127,7 +128,7 @@ def convert(
         dtype=dtype,
         include=include,
         exclude=exclude,
-        max_file_nbytes=max_file_nbytes,
+        max_file_size=max_file_size,
         memory=memory,
         workers=workers,
         step=0 if step is None else step,
@@ -138,10 +139,10 @@ def convert(
         fix = "end the target in .pt, and leave out all arguments that change or select"
         raise unusable("as_saved", expected, as_saved, _CALL, fix)
     is_selected, rename = selection(include, exclude), _renaming(rename)
-    if path.absolute().parent.is_relative_to(Path(source).absolute()):
-        raise unusable("target", "a path outside of the source", str(path), _CALL)
+    if target.absolute().parent.is_relative_to(path.absolute()):
+        raise unusable("target", "a path outside of the source", str(target), _CALL)
     shapes = Shapes({}) if shapes is None else shapes
-    archive = open_archive(source, shapes, ignored, keep_module, progress)
+    archive = open_archive(path, shapes, ignore_class, keep_module, progress)
     if weights:
         archive.states, archive.param_groups, archive.extra = {}, None, {}
     if optimizer_names is not None:
@@ -155,17 +156,17 @@ def convert(
     names |= {name: name for name, state in archive.states.items() if is_user(state)}
     wanted = _as_saved(archive) if as_saved else _selected(archive, names, dtype, to)
     _require_complete(wanted)
-    steps = (step, step_in(path.name), archive.step, 0)
+    steps = (step, step_in(target.name), archive.step, 0)
     total = sum(nbytes_to_write(tensor) for _, tensor in wanted.all_tensors())
     with (
         Files(archive.checksums) as files,
-        published(path) as hidden,
-        progress_bar(progress, f"{to} {path.name}", total) as tick,
+        published(target) as hidden,
+        progress_bar(progress, f"{to} {target.name}", total) as tick,
     ):
         options = WriteOptions(
             world_size or 1,
             unit,
-            max_file_nbytes,
+            max_file_size,
             next(each for each in steps if each is not None),
             min(SLAB_NBYTES, memory // (4 * workers)),
             workers,
@@ -173,8 +174,8 @@ def convert(
         )
         FORMATS[to].write(wanted, hidden, options, files)
     if wanted.left_out:
-        warnings.warn(f"not written to {path}: {joined(wanted.left_out, 8, ', ')}", stacklevel=2)
-    return path
+        warnings.warn(f"not written to {target}: {joined(wanted.left_out, 8, ', ')}", stacklevel=2)
+    return target
 
 
 # -- what is converted
@@ -316,11 +317,15 @@ def _require_complete(archive: Archive) -> None:
 # -- arguments
 
 
-def _format_of(target: Path, to: str | None) -> str:
+def _format_of(path: Path, target: Path, to: str | None, world_size: int | None) -> str:
     suffix = target.suffix.lower()
     by_suffix = next((name for name, each in FORMATS.items() if suffix in each.suffixes), None)
-    if to is None:
-        return by_suffix or "safetensors"
+    by_ranks = "dcp" if is_dcp(path) else "native"
+    to = to or by_suffix or ("safetensors" if world_size is None else by_ranks)
+    if world_size is not None and to not in ("dcp", "native"):
+        raise unusable(
+            "world_size", f'None, or a target of "dcp" or "native", not {to}', world_size, _CALL
+        )
     if to not in FORMATS:
         raise wrong_type("to", f"one of {', '.join(FORMATS)}, or None", to, _CALL)
     if by_suffix not in (None, to):

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from ..._progress import Tick
 from .._arguments import require_arguments
-from .._blocks import Tick
 from .archive import Archive, StoredTensor
 from .arithmetic import Distance, comparable, distance
 from .inspection import Facts, path_selection, plain_values
@@ -22,7 +22,7 @@ from .opening import open_archive
 from .reading import SLAB_NBYTES, Files, boxes_of, read, read_box
 from .threads import MEMORY, for_each
 
-_CALL = "fsdp_compat.checkpoint.diff"
+_CALL = "checkpoint.files.diff"
 _TEMPORARY_NBYTES = 96  # per element: both values in float64, and what is computed from them
 _Pair = tuple[str, StoredTensor, StoredTensor]
 
@@ -54,15 +54,15 @@ class ValueDifference(Facts):
 class Difference(Facts):
     """The result of ``diff``. Paths are those of ``TensorFacts``."""
 
-    one: Path
+    path: Path
     other: Path
-    missing: tuple[str, ...]  # tensors that ``one`` has, and ``other`` under none of their names
-    added: tuple[str, ...]  # tensors that ``other`` has, and ``one`` under none of their names
+    missing: tuple[str, ...]  # tensors that ``path`` has, and ``other`` under none of their names
+    added: tuple[str, ...]  # tensors that ``other`` has, and ``path`` under none of their names
     tensors: tuple[TensorDifference, ...]
     """All tensors that both have, those of different shapes first, then from the largest absolute
     distance to the smallest."""
     values: tuple[ValueDifference, ...]
-    compares_dtypes: bool  # whether tensors of different dtypes are different
+    any_dtype: bool  # whether tensors of different dtypes may be the same
     also_in_json = ("is_same", "num_different")
 
     @property
@@ -82,22 +82,22 @@ class Difference(Facts):
 
     def _is_same(self, tensor: TensorDifference) -> bool:
         of_one, of_other = tensor.dtypes
-        is_accepted = of_one == of_other or not self.compares_dtypes
+        is_accepted = of_one == of_other or self.any_dtype
         return tensor.num_different == 0 and is_accepted
 
 
 def diff(
-    one: str | os.PathLike[str],
+    path: str | os.PathLike[str],
     other: str | os.PathLike[str],
     *,
     rtol: float = 0.0,
     atol: float = 0.0,
-    dtypes: bool = True,
+    any_dtype: bool = False,
     include: Collection[str] = (),
     exclude: Collection[str] = (),
     weights: bool = False,
     shapes: str | os.PathLike[str] | None = None,
-    ignored: Collection[str] = (),
+    ignore_class: Collection[str] = (),
     keep_module: bool = False,
     memory: int = MEMORY,
     workers: int = 1,
@@ -105,7 +105,7 @@ def diff(
 ) -> Difference:
     """Compare two checkpoints, of any two formats, and return what is different.
 
-        found = diff("runs/7/step-00001200", "exported", weights=True, rtol=1e-2, dtypes=False)
+        found = diff("runs/7/step-00001200", "exported", weights=True, rtol=1e-2, any_dtype=True)
         for tensor in found.different:
             print(tensor.path, tensor.max_absolute, tensor.num_different)
 
@@ -113,17 +113,22 @@ def diff(
     the same one. Values other than tensors are compared within the same tolerance; a number equals
     a tensor of one element that holds it.
 
-    one, other: files or directories; their formats are recognised.
+    path, other: files or directories; their formats are recognised.
     rtol, atol: two values are the same if they are at most ``atol + rtol * m`` apart, where m is
     the larger of their magnitudes.
-    dtypes: False: ignore dtypes, compare values.
+    any_dtype: ignore dtypes, compare values.
     include, exclude: regular expressions, searched in names of parameters and, for all else, in
     paths. Only names with a match of one in ``include`` (if there is any) and of none in
     ``exclude`` are compared.
     weights: compare the model alone.
-    shapes, ignored, keep_module: as for ``inspect``, for both.
+    shapes, ignore_class, keep_module: as for ``inspect``, for both.
     memory: bytes of values in memory at a time, by all workers together; at least 1 MiB.
-    workers: threads. progress: draw a bar, with tqdm.
+    workers: threads. progress: show bytes and rate on stderr.
+
+    Returns ``path``, ``other``, ``is_same``, ``missing`` and ``added`` (tensors of ``path`` alone
+    and of ``other`` alone), ``tensors`` of both, ``different`` of these, and ``values`` that
+    differ. A tensor has ``path``, ``dtypes``, ``shapes``, ``num_different``, ``max_absolute`` and
+    ``max_relative``; a value has ``path``, ``one`` and ``other``.
 
     Raises CheckpointError if one of them is not a checkpoint, or is damaged, incomplete or refused;
     UsageError for wrong arguments; OSError.
@@ -143,8 +148,8 @@ def diff(
     def is_wanted(path: str) -> bool:
         return is_selected(path) and (not weights or path.startswith("model/"))
 
-    opening = shapes, ignored, keep_module, progress
-    archives = [open_archive(path, *opening) for path in (one, other)]
+    opening = shapes, ignore_class, keep_module, progress
+    archives = [open_archive(side, *opening) for side in (path, other)]
     contents = [_content(archive, is_wanted) for archive in archives]
     with Files() as files:
         sides = [_with_numbers(files, *both) for both in (contents, contents[::-1])]
@@ -163,13 +168,13 @@ def diff(
             progress=progress,
         )
     return Difference(
-        one=archives[0].path,
+        path=archives[0].path,
         other=archives[1].path,
         missing=_only_in(sides[0], [one for _, one, _ in pairs]),
         added=_only_in(sides[1], [other for _, _, other in pairs]),
         tensors=tuple(sorted(compared, key=_nearness)),
         values=tuple(_different_values((rtol, atol), *sides)),
-        compares_dtypes=dtypes,
+        any_dtype=any_dtype,
     )
 
 

@@ -160,8 +160,8 @@ class FlatParams:
             "do not hold them",
             got=got if self._shapes.entries else "no shapes",
             where=str(self._where),
-            fix="write the shapes with `fsdp-compat shapes my.module:make_model -o model.json`, "
-            "and pass --shapes model.json; or a full checkpoint of torch.save of the same model",
+            fix="pass shapes (--shapes): my.module:make_model, a function that returns the model, "
+            "or a full checkpoint of torch.save of the same model",
         )
 
 

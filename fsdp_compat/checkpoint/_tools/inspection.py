@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..._progress import Tick
 from .._arguments import require_arguments, selection
-from .._blocks import Tick
 from .._header import dtype_name
 from .archive import Archive, Span, StoredPiece, StoredTensor
 from .arithmetic import comparable, extremes_and_mean
@@ -23,7 +23,7 @@ from .reading import SLAB_NBYTES, Files, values_of
 from .threads import MEMORY, for_each
 from .walk import leaves
 
-_CALL = "fsdp_compat.checkpoint.inspect"
+_CALL = "checkpoint.files.inspect"
 _TEMPORARY_NBYTES = 16  # per element: as stored, and in float64
 _MAX_MODULES = 40
 
@@ -135,7 +135,7 @@ def inspect(
     exclude: Collection[str] = (),
     stats: bool = False,
     shapes: str | os.PathLike[str] | None = None,
-    ignored: Collection[str] = (),
+    ignore_class: Collection[str] = (),
     keep_module: bool = False,
     memory: int = MEMORY,
     workers: int = 1,
@@ -149,13 +149,21 @@ def inspect(
     path: a file or a directory; its format is recognised.
     include, exclude: patterns that choose what is returned, as for ``diff``.
     stats: also read the values of these tensors, for their smallest, largest and mean value.
-    shapes: for flat files of FSDP1 (LOCAL_STATE_DICT), which hold none: a file or folder of whole
-    tensors, or the JSON file that ``fsdp-compat shapes`` writes. Without it, parameters stay flat.
-    ignored: full names of classes, such as "omegaconf.dictconfig.DictConfig", whose objects in
+    shapes: for flat files of FSDP1 (LOCAL_STATE_DICT), which hold none: a checkpoint of whole
+    tensors, or "module:function", which returns the model and is called without arguments on the
+    meta device. Without it, parameters stay flat.
+    ignore_class: full names of classes, such as "omegaconf.dictconfig.DictConfig", whose objects in
     torch.save files are left out, not refused.
     keep_module: keep a "module." that all names begin with. Without it, it counts as the prefix
     that DistributedDataParallel adds, and is removed; native checkpoints keep it in any case.
-    memory, workers: as for ``verify``. progress: draw a bar, with tqdm.
+    memory, workers: as for ``verify``. progress: show bytes and rate on stderr.
+
+    Returns ``path``, ``kind`` (the format), ``tensors``, ``aliases`` (second names of tied
+    tensors), ``values`` (all else, shortened), ``world_size``, ``step``, ``left_out`` (what could
+    not be read), ``nbytes``, ``nbytes_by_section()`` and ``nbytes_by_rank()``. A tensor has
+    ``path`` ("model/...", "optimizer/<parameter>/<key>" or "extra/..."), ``dtype``, ``shape``,
+    ``nbytes``, ``ranks``, ``parts`` (each with ``offsets``, ``sizes``, ``rank``, ``file`` and
+    ``start``) and, with ``stats``, ``minimum``, ``maximum`` and ``mean``.
 
     Raises CheckpointError if it is not a checkpoint, or is damaged, incomplete or refused;
     UsageError for wrong arguments; OSError.
@@ -164,7 +172,7 @@ def inspect(
         _CALL, progress, include=include, exclude=exclude, memory=memory, workers=workers
     )
     is_selected = path_selection(include, exclude)
-    archive = open_archive(path, shapes, ignored, keep_module, progress)
+    archive = open_archive(path, shapes, ignore_class, keep_module, progress)
     stored = [each for each in archive.all_tensors() if is_selected(each[0])]
     numbers: Sequence[_Numbers] = [(None, None, None)] * len(stored)
     if stats:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from ..._progress import elapsing
 from ..._text import joined
 from ...errors import CheckpointError
+from .._arguments import require_arguments
 from .._blocks import damaged
 from .._directory import step_in, steps_in
 from .._manifest import MANIFEST
-from .._progress import elapsing
 from .._texts import found_in
 from .archive import Archive, Unrecognised
 from .inspection import Facts
@@ -52,16 +54,30 @@ class Listing(Facts):
 
 
 def list_checkpoints(
-    folder: Path, ignored: Collection[str] = (), *, progress: bool = False
+    folder: str | os.PathLike[str], *, ignore_class: Collection[str] = (), progress: bool = False
 ) -> Listing:
-    """Return the checkpoints in a folder, or the folder itself if its files are one. No values are
-    read: headers, metadata and the lengths of files. Raises CheckpointError if there are none."""
+    """Return the checkpoints in a run's folder, of any format, or the folder itself if its files
+    are one. No values are read: headers, metadata and the lengths of files.
+
+        for each in list_checkpoints("runs/7").checkpoints:
+            print(each.path, each.step, each.nbytes, each.problem or "complete")
+
+    Returns ``path``, ``checkpoints`` by step (each with ``path``, ``kind``, ``step``,
+    ``world_size``, ``nbytes`` and ``problem``, empty if none was found), and ``latest``, the path
+    of the highest step without a problem, or None.
+
+    ignore_class: as for ``inspect``. progress: show on stderr how long it takes.
+
+    Raises CheckpointError if there are none; UsageError for wrong arguments; OSError.
+    """
+    require_arguments("checkpoint.files.list_checkpoints", progress, folder=folder)
+    folder = Path(folder)
     paths = [path for path in sorted(folder.iterdir()) if _is_candidate(path)]
     files = [path for path in paths if not path.is_dir()]
-    if _are_one(folder, files, ignored):
+    if _are_one(folder, files, ignore_class):
         paths = [folder, *(path for path in paths if path not in files)]
     with elapsing(progress, f"reading the headers in {folder.name}"):
-        found = [each for path in paths if (each := _listed(path, ignored)) is not None]
+        found = [each for path in paths if (each := _listed(path, ignore_class)) is not None]
     listed = sorted(found, key=lambda each: (-1 if each.step is None else each.step, each.path))
     if not listed:
         names = [path.name for path in sorted(folder.iterdir())]
@@ -75,12 +91,12 @@ def _is_candidate(path: Path) -> bool:
     return path.is_dir() or path.suffix in _SUFFIXES
 
 
-def _are_one(folder: Path, files: Sequence[Path], ignored: Collection[str]) -> bool:
+def _are_one(folder: Path, files: Sequence[Path], ignore_class: Collection[str]) -> bool:
     """Return whether the files of a folder are one checkpoint."""
     if (folder / MANIFEST).is_file():
         return True
     try:
-        archive = None if steps_in(folder) else open_archive(folder, ignored=ignored)
+        archive = None if steps_in(folder) else open_archive(folder, ignore_class=ignore_class)
     except CheckpointError:
         return False
     if archive is None or archive.path != folder:
@@ -88,7 +104,7 @@ def _are_one(folder: Path, files: Sequence[Path], ignored: Collection[str]) -> b
     return archive.kind != "safetensors" or {file.suffix for file in files} == {".safetensors"}
 
 
-def _listed(path: Path, ignored: Collection[str]) -> Listed | None:
+def _listed(path: Path, ignore_class: Collection[str]) -> Listed | None:
     """Return what a path holds, or None if nothing says that it is a checkpoint."""
     archive, problem, nbytes = Archive(path, "", {}), "a save that is running, or was killed", 0
     unfinished = _UNFINISHED.fullmatch(path.name)
@@ -96,7 +112,7 @@ def _listed(path: Path, ignored: Collection[str]) -> Listed | None:
         files = path.rglob("*") if path.is_dir() else [path]
         nbytes = sum(file.stat().st_size for file in files if file.is_file())
         if unfinished is None:
-            archive = _opened(path, ignored)
+            archive = _opened(path, ignore_class)
             problem = "; ".join(problems_of(archive)[:1])
     except Unrecognised:
         return None
@@ -109,10 +125,10 @@ def _listed(path: Path, ignored: Collection[str]) -> Listed | None:
     return Listed(path, archive.kind, step, archive.world_size, nbytes, problem)
 
 
-def _opened(path: Path, ignored: Collection[str]) -> Archive:
+def _opened(path: Path, ignore_class: Collection[str]) -> Archive:
     """Return what a checkpoint holds; of a native one, what its manifest says."""
     if not (path / MANIFEST).is_file():
-        return open_archive(path, ignored=ignored)
+        return open_archive(path, ignore_class=ignore_class)
     archive = files_of_native(path)
     require_lengths(archive)
     if step_in(path.name) not in (None, archive.step):

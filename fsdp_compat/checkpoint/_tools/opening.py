@@ -7,11 +7,11 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
+from ..._progress import elapsing
 from ..._text import joined
 from ...errors import CheckpointError
 from .._blocks import damaged
 from .._manifest import MANIFEST, file_name
-from .._progress import elapsing
 from .._texts import open_file
 from .archive import Archive, NotRead, Unrecognised, coverage_problem
 from .client_directories import read_client_directory, tensors_of_index
@@ -20,7 +20,7 @@ from .native import native_in, read_native
 from .paths import require_inside
 from .rank_files import TORCH_SUFFIXES, rank_groups, read_rank_files
 from .safetensors_files import INDEX, read_safetensors
-from .shapes import Shapes, shapes_of_archive
+from .shapes import Shapes, shapes_from_callable, shapes_of_archive
 from .sharded_records import RankPart
 from .torch_save import read_torch_file
 from .tree import archive_of, without_ddp
@@ -34,20 +34,19 @@ _DEEPSPEED_SCRIPT = "zero_to_fp32.py"  # beside the directory of a step
 def open_archive(
     path: str | os.PathLike[str],
     shapes: Shapes | str | os.PathLike[str] | None = None,
-    ignored: Collection[str] = (),
+    ignore_class: Collection[str] = (),
     keep_module: bool = False,
     progress: bool = False,
 ) -> Archive:
-    """Return what a checkpoint of any format holds, without values. shapes: for files without
-    (FSDP1's LOCAL), from ``fsdp-compat shapes`` or another checkpoint; None: their parameters stay
-    flat. ignored, keep_module: as for ``inspect``. progress: show how long it takes. Raises
-    CheckpointError if it is unknown, damaged or refused."""
+    """Return what a checkpoint of any format holds, without values. shapes, ignore_class,
+    keep_module: as for ``inspect``. progress: show how long it takes. Raises CheckpointError if it
+    is unknown, damaged or refused."""
     path = Path(path)
     known = _shapes_in(shapes)
     try:
         with elapsing(progress, f"reading the headers of {path.name}"):
             read = _read_directory if path.is_dir() else _read_file
-            archive = read(path, known, ignored)
+            archive = read(path, known, ignore_class)
             require_lengths(archive)
     except OSError as error:
         raise CheckpointError.of(
@@ -75,18 +74,17 @@ def problems_of(archive: Archive) -> list[str]:
 def _shapes_in(shapes: Shapes | str | os.PathLike[str] | None) -> Shapes | None:
     if shapes is None or isinstance(shapes, Shapes):
         return shapes
-    path = Path(shapes)
-    if path.suffix == ".json" and not path.name.endswith(".index.json"):
-        return Shapes.load(path)
-    return shapes_of_archive(open_archive(path))
+    if os.path.lexists(shapes):
+        return shapes_of_archive(open_archive(shapes))
+    return shapes_from_callable(os.fspath(shapes))
 
 
-def _read_directory(path: Path, shapes: Shapes | None, ignored: Collection[str]) -> Archive:
+def _read_directory(path: Path, shapes: Shapes | None, ignore_class: Collection[str]) -> Archive:
     if native := native_in(path):
         return read_native(native)
     if (path / file_name(0)).is_file():
         raise damaged(path, MANIFEST, f"no {MANIFEST}")
-    found = read_client_directory(path, shapes, ignored)
+    found = read_client_directory(path, shapes, ignore_class)
     if found is not None:
         return found
     names = sorted(os.listdir(path))
@@ -97,17 +95,17 @@ def _read_directory(path: Path, shapes: Shapes | None, ignored: Collection[str])
     if is_sharded_safetensors(path):
         return read_sharded_safetensors(path)
     if _TORCH_INDEX in names:
-        return _read_file(path / _TORCH_INDEX, shapes, ignored)
+        return _read_file(path / _TORCH_INDEX, shapes, ignore_class)
     files = [path / name for name in names if (path / name).is_file()]
     ranks = [file for group in rank_groups(files) for file in group.paths.values()]
     if ranks:
         files = [require_inside(path, file) for file in ranks]
-        return read_rank_files(files, shapes, ignored=ignored)
+        return read_rank_files(files, shapes, ignore_class=ignore_class)
     if INDEX in names or any(name.endswith(".safetensors") for name in names):
         return read_safetensors(path)
     files = [path / name for name in names if Path(name).suffix in TORCH_SUFFIXES]
     if len(files) == 1:
-        return _read_file(require_inside(path, files[0]), shapes, ignored)
+        return _read_file(require_inside(path, files[0]), shapes, ignore_class)
     steps = (each.name for each in path.glob("global_step*/*"))
     if _DEEPSPEED_SCRIPT in names or any(map(_DEEPSPEED.fullmatch, steps)):
         raise _of_deepspeed(path, path)
@@ -115,7 +113,7 @@ def _read_directory(path: Path, shapes: Shapes | None, ignored: Collection[str])
     raise unreadable(path, joined(names, 8, ", ") if names else "an empty directory")
 
 
-def _read_file(path: Path, shapes: Shapes | None, ignored: Collection[str]) -> Archive:
+def _read_file(path: Path, shapes: Shapes | None, ignore_class: Collection[str]) -> Archive:
     if not path.is_file():
         is_there = os.path.lexists(path)
         raise unreadable(path, "something that is neither" if is_there else "nothing at this path")
@@ -124,15 +122,15 @@ def _read_file(path: Path, shapes: Shapes | None, ignored: Collection[str]) -> A
     if path.name == MANIFEST:
         return read_native(path.parent)
     if path.name.endswith(".bin.index.json"):
-        tensors = tensors_of_index(path, ignored)
+        tensors = tensors_of_index(path, ignore_class)
         return archive_of(path, "torch.save with an index", {"model": tensors})
     with open(open_file(path), "rb") as file:
         is_safetensors = file.read(9)[8:] == b"{"
     if is_safetensors or path.suffix in (".safetensors", ".json"):
         return read_safetensors(path)
-    tree = read_torch_file(path, ignored=ignored)
+    tree = read_torch_file(path, ignore_class=ignore_class)
     if any(isinstance(leaf, RankPart) for _, leaf in leaves(tree)):
-        return read_rank_files([path], shapes, ignored=ignored)
+        return read_rank_files([path], shapes, ignore_class=ignore_class)
     return archive_of(path, "torch.save", tree)
 
 
@@ -159,7 +157,7 @@ def unreadable(path: Path, got: str, is_listed: bool = False) -> Unrecognised:
     """Return the error for a path without a checkpoint. is_listed: not below it either."""
     fix = "pass the file, or the directory that holds the files themselves"
     if not is_listed and any(each.is_dir() for each in path.glob("*")):
-        fix = f"pass one of the checkpoints in it: `fsdp-compat list {path}` shows any"
+        fix = f"pass one of the checkpoints in it: `fsdp-compat inspect {path}` lists them"
     return Unrecognised.of(
         "No checkpoint was recognised.",
         expected="a native, torch.distributed.checkpoint or safetensors checkpoint, torch.save "

@@ -111,20 +111,20 @@ def unpickled(
     persistent: Callable[[Any], Any] | None = None,
     *,
     table: Table,
-    ignored: Collection[str] = (),
+    ignore_class: Collection[str] = (),
 ) -> Any:
     """Return the value of one pickle: plain containers and values, with StoredTensor, RankPart,
     Record (metadata of dcp) and Ignored as leaves. Sizes become tuples, devices and paths texts,
     time spans seconds, namespaces dicts, arrays tensors. Reads a stream no further. persistent:
-    returns the storage of an id. ignored: full names of classes. Raises CheckpointError for any
-    name that is not in the table, and for damage."""
+    returns the storage of an id. ignore_class: full names of classes. Raises CheckpointError for
+    any name that is not in the table, and for damage."""
     with refusing(where):
         stream = io.BytesIO(data) if isinstance(data, bytes) else data
         if stream.getbuffer().nbytes > MAX_TEXT_NBYTES:
             raise Refused(f"more than {MAX_TEXT_NBYTES} bytes of values that are not tensors")
         if getattr(copyreg, "_extension_cache", None):
             raise Refused("names that this program has registered with copyreg.add_extension")
-        unpickler = _Unpickler(stream, where, table, ignored)
+        unpickler = _Unpickler(stream, where, table, ignore_class)
         if persistent is not None:
             unpickler.persistent_load = persistent  # type: ignore[method-assign]
         return _Values().of(unpickler.load())
@@ -196,10 +196,10 @@ def _with_attributes(function: Any, kind: Any, args: Any, state: Any) -> StandIn
 
 class _Unpickler(pickle.Unpickler):
     def __init__(
-        self, file: io.BytesIO, where: Path, table: Table, ignored: Collection[str]
+        self, file: io.BytesIO, where: Path, table: Table, ignore_class: Collection[str]
     ) -> None:
         super().__init__(file, encoding="utf-8")  # of the texts of Python 2
-        self._where, self._table, self._ignored = where, table, ignored
+        self._where, self._table, self._ignored = where, table, ignore_class
         self._known: dict[str, Any] = {
             "builtins.getattr": _Function(self._inside),
             "__builtin__.getattr": _Function(self._inside),
@@ -217,8 +217,8 @@ class _Unpickler(pickle.Unpickler):
                 raise refused(
                     self._where,
                     f"{name}, which is not a dense tensor or a plain value",
-                    f"to leave such objects out, pass ignored=[{name!r}] (--ignore-class {name}); "
-                    "nothing in the file was executed",
+                    f"to leave such objects out, pass ignore_class=[{name!r}] "
+                    f"(--ignore-class {name}); nothing in the file was executed",
                     NotRead,
                 )
             is_dtype = isinstance(found, torch.dtype)

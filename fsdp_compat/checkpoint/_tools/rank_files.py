@@ -72,15 +72,15 @@ def rank_groups(paths: Sequence[Path]) -> list[RankFiles]:
 
 
 def read_rank_files(
-    paths: Sequence[Path], shapes: Shapes | None = None, *, ignored: Collection[str] = ()
+    paths: Sequence[Path], shapes: Shapes | None = None, *, ignore_class: Collection[str] = ()
 ) -> Archive:
     """Return the archive that the files of all ranks make up, see ``tree_of_ranks``."""
     path = paths[0].parent if len(paths) > 1 else paths[0]
-    return archive_of(path, _KIND, *tree_of_ranks(paths, shapes, ignored))
+    return archive_of(path, _KIND, *tree_of_ranks(paths, shapes, ignore_class))
 
 
 def tree_of_ranks(
-    paths: Sequence[Path], shapes: Shapes | None, ignored: Collection[str]
+    paths: Sequence[Path], shapes: Shapes | None, ignore_class: Collection[str]
 ) -> tuple[Any, int, list[str]]:
     """Return the values of all ranks as one, the number of ranks, and what could not be read. Kinds
     of files become sections; a single file without a rank is the only rank's. shapes: see
@@ -92,7 +92,7 @@ def tree_of_ranks(
     for group in groups:
         key = group.key if group.key not in trees else group.stem
         with refusing(where):
-            trees[key] = _merged(group, shapes, ignored, where, left_out)
+            trees[key] = _merged(group, shapes, ignore_class, where, left_out)
     tree = trees if len(trees) > 1 else next(iter(trees.values()))
     return tree, groups[0].num_ranks, left_out
 
@@ -116,12 +116,14 @@ def _complete_groups(paths: Sequence[Path], where: Path) -> list[RankFiles]:
 def _merged(
     group: RankFiles,
     shapes: Shapes | None,
-    ignored: Collection[str],
+    ignore_class: Collection[str],
     where: Path,
     left_out: list[str],
 ) -> Any:
     """Return the values of all ranks as one."""
-    trees = {rank: read_torch_file(path, ignored=ignored) for rank, path in group.paths.items()}
+    trees = {
+        rank: read_torch_file(path, ignore_class=ignore_class) for rank, path in group.paths.items()
+    }
     with Files() as files:
         merger, flat_params = Merger(where, files), FlatParams(shapes, where, files)
         for tree in trees.values():

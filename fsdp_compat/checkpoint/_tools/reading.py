@@ -22,8 +22,9 @@ import torch
 
 from ..._comm.host_memory import memory_of
 from ..._layout.box import Box
+from ..._progress import Tick, no_tick
 from .. import _blocks as blocks
-from .._blocks import FileFacts, SecondThread, Tick, damaged, no_tick
+from .._blocks import FileFacts, SecondThread, damaged
 from .._texts import identity_of, open_file
 from .archive import Checksum, Span, StoredTensor, moved, slices, whole_box
 from .walk import map_values

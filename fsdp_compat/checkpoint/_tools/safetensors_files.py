@@ -157,7 +157,7 @@ class FileImage:
 Described = tuple[str, torch.dtype, tuple[int, ...]]  # name in the file, dtype, shape
 
 
-def images_of(tensors: Mapping[str, Described], max_file_nbytes: int | None) -> list[FileImage]:
+def images_of(tensors: Mapping[str, Described], max_file_size: int | None) -> list[FileImage]:
     """Plan files of at most so many bytes. Raises UsageError for what the format cannot hold."""
     files: list[dict[str, Described]] = [{}]
     nbytes = 0
@@ -173,7 +173,7 @@ def images_of(tensors: Mapping[str, Described], max_file_nbytes: int | None) -> 
                 + "leave it out, or write another format",
             )
         size = math.prod(shape) * dtype.itemsize
-        if max_file_nbytes is not None and nbytes and nbytes + size > max_file_nbytes:
+        if max_file_size is not None and nbytes and nbytes + size > max_file_size:
             files.append({})
             nbytes = 0
         files[-1][key] = described
@@ -218,9 +218,9 @@ def _write_box(descriptor: int, info: TensorInfo, box: Box, values: torch.Tensor
 
 def write_safetensors(archive: Archive, path: Path, options: WriteOptions, files: Files) -> None:
     """Write the model's tensors, each once, to a directory: one file, or several of at most
-    ``options.max_file_nbytes`` with an index. Raises UsageError for an unknown dtype."""
+    ``options.max_file_size`` with an index. Raises UsageError for an unknown dtype."""
     path.mkdir()
-    images = _images(archive, options.max_file_nbytes)
+    images = _images(archive, options.max_file_size)
     for image in images:
         _write_file(image, archive, path / image.name, options, files)
     if images[1:]:
@@ -235,10 +235,10 @@ def write_safetensors_file(
     _write_file(image, archive, path, options, files)
 
 
-def _images(archive: Archive, max_file_nbytes: int | None) -> list[FileImage]:
+def _images(archive: Archive, max_file_size: int | None) -> list[FileImage]:
     tensors = archive.tensors.items()
     described = {name: (name, dtype_to_write(its), its.shape) for name, its in tensors}
-    return images_of(described, max_file_nbytes)
+    return images_of(described, max_file_size)
 
 
 def _write_file(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import CheckpointError, UsageError
-from .._header import dtype_name, dtype_of
-from .._texts import brief, parse_json, read_text, shape_in, text_in
+from ...errors import UsageError
+from .._texts import brief
 from .archive import Archive
-
-_FORMAT = "fsdp_compat shapes"
-_VERSION = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,47 +35,6 @@ class Shapes:
     # The checkpoint they come from, which may hold a tied parameter under each name.
     source: Archive | None = dataclasses.field(default=None, compare=False, repr=False)
 
-    def as_text(self) -> str:
-        """Return the content of a file that ``load`` reads."""
-        described = {
-            "format": _FORMAT,
-            "version": _VERSION,
-            "ordered": self.is_ordered,
-            "entries": {
-                name: {"shape": list(shape.sizes), "dtype": dtype_name(shape.dtype)}
-                for name, shape in self.entries.items()
-            },
-            "ties": self.ties,
-        }
-        return json.dumps(described, indent=1) + "\n"
-
-    @classmethod
-    def load(cls, path: Path) -> Shapes:
-        """Read what ``fsdp-compat shapes`` has written. Raises CheckpointError and OSError."""
-        try:
-            return cls._from_json(parse_json(read_text(path)))
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise CheckpointError.of(
-                f"{path.name} does not hold the shapes of a model.",
-                expected="JSON that `fsdp-compat shapes` has written",
-                got=brief(error),
-                where=str(path),
-                fix="write it again: fsdp-compat shapes my.module:make_model -o model.json",
-            ) from error
-
-    @classmethod
-    def _from_json(cls, described: Any) -> Shapes:
-        known = described["format"], described["version"], type(described["ordered"])
-        if known != (_FORMAT, _VERSION, bool):
-            raise ValueError(f"the format {known!r:.200}")
-        entries = {
-            name: Shape(shape_in(facts["shape"]), dtype_of(facts["dtype"]))
-            for name, facts in described["entries"].items()
-        }
-        ties = {text_in(name): text_in(first) for name, first in described["ties"].items()}
-        ties = {name: first for name, first in ties.items() if first in entries}
-        return cls(entries, ties, described["ordered"])
-
 
 def shapes_of(model: nn.Module) -> Shapes:
     """Return the shapes of a model that is not wrapped; on the meta device too."""
@@ -97,11 +51,14 @@ def shapes_of(model: nn.Module) -> Shapes:
 
 
 def shapes_from_callable(place: str) -> Shapes:
-    """place: "my.module:make_model", a class or a function without arguments that returns a module.
-    It is called on the meta device, importable from the current directory. Raises UsageError."""
+    """Return the shapes of the model that a class or function without arguments returns, called on
+    the meta device. place: "my.module:make_model", importable from the current directory. Raises
+    UsageError."""
     module_name, _, name = place.partition(":")
     if not module_name or not name:
-        raise _unusable(place, "no colon between a module and a function")
+        raise _unusable(
+            place, "a path that does not exist, or no colon between module and function"
+        )
     sys.path.insert(0, str(Path.cwd()))
     try:
         model: Any = importlib.import_module(module_name)
@@ -121,8 +78,9 @@ def shapes_from_callable(place: str) -> Shapes:
 
 def _unusable(place: str, got: str) -> UsageError:
     return UsageError.of(
-        "The model cannot be made.",
-        expected='"my.module:make_model", a function without arguments that returns a module',
+        "The shapes of the model cannot be found.",
+        expected='a checkpoint of whole tensors, or "my.module:make_model", a function without '
+        "arguments that returns a module",
         got=got,
         where=repr(place),
         fix="pass a function that can be imported from the current directory",

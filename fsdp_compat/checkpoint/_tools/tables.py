@@ -18,7 +18,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..._text import count_of, nbytes_text
+from ..._text import count_of, nbytes_text, shown
 from .._header import dtype_name
 from .difference import Difference, TensorDifference
 from .inspection import Inspection, TensorFacts, modules_of
@@ -240,14 +240,6 @@ def _row_of_difference(tensor: TensorDifference) -> tuple[str, ...]:
 
 
 # -- texts
-
-
-def shown(text: str) -> str:
-    """Return a text with control characters, line breaks and direction marks escaped."""
-    return "".join(
-        each if each.isprintable() else each.encode("unicode_escape", "surrogatepass").decode()
-        for each in text
-    )
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

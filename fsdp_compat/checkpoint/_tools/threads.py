@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
 from typing import TypeVar
 
-from .._blocks import Tick
-from .._progress import progress_bar
+from ..._progress import Tick, progress_bar
 
 MEMORY = 268_435_456  # bytes of values at a time, unless the caller says otherwise
 
@@ -22,7 +21,7 @@ def for_each(
     *,
     workers: int,
     what: str = "",
-    total_nbytes: int | None = None,
+    total_nbytes: int = 0,
     progress: bool = False,
 ) -> list[_R]:
     """Return ``work(item, tick)`` of all items, in order. The first exception ends all work."""

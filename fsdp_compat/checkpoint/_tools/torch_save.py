@@ -43,7 +43,7 @@ ZIP = b"PK\x03\x04"  # how a record of a zip archive begins
 _HEADER_NBYTES = 30
 
 
-def read_torch_file(path: Path, *, ignored: Collection[str] = ()) -> Any:
+def read_torch_file(path: Path, *, ignore_class: Collection[str] = ()) -> Any:
     """Return the values of a torch.save file, see ``unpickle``. Raises CheckpointError; OSError."""
     with open(open_file(path), "rb") as file:
         start = os.pread(file.fileno(), 8, 0)
@@ -57,18 +57,20 @@ def read_torch_file(path: Path, *, ignored: Collection[str] = ()) -> Any:
                 "torch.save; nothing in it was executed",
             )
         nbytes = os.fstat(file.fileno()).st_size
-        return read_torch_range(file.fileno(), path, 0, nbytes, ignored)
+        return read_torch_range(file.fileno(), path, 0, nbytes, ignore_class)
 
 
 def read_torch_range(
-    descriptor: int, path: Path, start: int, nbytes: int, ignored: Collection[str] = ()
+    descriptor: int, path: Path, start: int, nbytes: int, ignore_class: Collection[str] = ()
 ) -> Any:
     """Return the values of a torch.save file of ``nbytes`` in a larger file, see ``unpickle``."""
     with refusing(path):
         records = _Records(descriptor, path, start, nbytes)
         if "byteorder" in records and records.content("byteorder") != b"little":
             raise Refused("a file in big-endian byte order")
-        return unpickle(records.content("data.pkl"), path, records.storage, ignored=ignored)
+        return unpickle(
+            records.content("data.pkl"), path, records.storage, ignore_class=ignore_class
+        )
 
 
 # -- zip archives

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
+from ..._progress import Tick
 from ..._text import joined
 from ...errors import CheckpointError, unusable
 from .._arguments import require_arguments
-from .._blocks import FileFacts, Tick
+from .._blocks import FileFacts
 from .._texts import brief
 from .archive import Archive, NotRead, Span, StoredTensor, coverage_problem, moved
 from .arithmetic import count_not_finite, count_unequal
@@ -26,7 +27,7 @@ from .paths import require_inside
 from .reading import AT_ONCE_NBYTES, Files, boxes_of, read_box, values_of
 from .threads import MEMORY, for_each
 
-_CALL = "fsdp_compat.checkpoint.verify"
+_CALL = "checkpoint.files.verify"
 _TEMPORARY = 12  # bytes in memory for each byte of a tensor that is looked at
 
 
@@ -81,10 +82,10 @@ class Verification(Facts):
 def verify(
     path: str | os.PathLike[str],
     *,
-    values: bool = True,
+    quick: bool = False,
     finite: bool = False,
     shapes: str | os.PathLike[str] | None = None,
-    ignored: Collection[str] = (),
+    ignore_class: Collection[str] = (),
     keep_module: bool = False,
     memory: int = MEMORY,
     workers: int = 1,
@@ -103,23 +104,27 @@ def verify(
     values could have changed unnoticed.
 
     path: a file or a directory; its format is recognised.
-    values: False: read no values and compare no checksums, which takes seconds.
+    quick: read no values and compare no checksums, which takes seconds.
     finite: values that are NaN or infinite are a problem.
-    shapes, ignored, keep_module: as for ``inspect``.
+    shapes, ignore_class, keep_module: as for ``inspect``.
     memory: bytes of values in memory at a time, by all workers together; at least 1 MiB.
-    workers: threads. progress: draw a bar, with tqdm.
+    workers: threads. progress: show bytes and rate on stderr.
+
+    Returns ``path``, ``kind``, ``tensors`` (each with ``path``, ``dtype``, ``shape``, ``num_nan``
+    and ``num_inf``), ``problems``, ``num_checksums``, ``num_without_checksum``, ``nbytes``,
+    ``left_out``, ``is_intact`` and ``num_not_finite``. A problem has ``kind`` ("coverage",
+    "checksum", "file", "copies", "optimizer" or "not finite"), ``where`` and ``what``.
 
     Damage that prevents opening the checkpoint is reported as a problem; the files of a native one
     are still compared. Raises CheckpointError if there is no checkpoint, or if it holds objects of
-    a class that is not in ``ignored``; UsageError for wrong arguments; OSError.
+    a class that is not in ``ignore_class``; UsageError for wrong arguments; OSError.
     """
     require_arguments(_CALL, progress, memory=memory, workers=workers)
-    if finite and not values:
-        expected = "False, or values=True: otherwise no values are read"
-        raise unusable("finite", expected, finite, _CALL)
+    if finite and quick:
+        raise unusable("finite", "False with quick: no values are read", finite, _CALL)
     problems: tuple[Problem, ...] = ()
     try:
-        archive = open_archive(path, shapes, ignored, keep_module, progress)
+        archive = open_archive(path, shapes, ignore_class, keep_module, progress)
     except NotRead:
         raise
     except CheckpointError as error:
@@ -129,7 +134,7 @@ def verify(
         if native := native_in(archive.path):
             with contextlib.suppress(CheckpointError):
                 archive = files_of_native(native)
-    verifier = _Verifier(archive, values, finite, memory // workers // _TEMPORARY)
+    verifier = _Verifier(archive, not quick, finite, memory // workers // _TEMPORARY)
     found = verifier.run(workers, progress)
     return dataclasses.replace(found, problems=found.problems or problems)
 

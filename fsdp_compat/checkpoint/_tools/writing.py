@@ -12,8 +12,9 @@ import torch
 from ..._comm.host_memory import memory_of
 from ..._layout.box import Box, cut_into_boxes
 from ..._layout.spec import Interval
+from ..._progress import Tick, no_tick
 from .. import _blocks as blocks
-from .._blocks import BlockWriter, FileFacts, Tick, no_tick
+from .._blocks import BlockWriter, FileFacts
 from .._header import encode_header
 from .archive import StoredTensor, moved
 from .reading import AT_ONCE_NBYTES, SLAB_NBYTES, Files, boxes_of, read_box
@@ -25,7 +26,7 @@ class WriteOptions:
 
     world_size: int = 1  # ranks that the shards are cut for
     unit: str | None = None  # regular expression: parameters with the same match share a unit
-    max_file_nbytes: int = 5_000_000_000  # of tensors in one file
+    max_file_size: int = 5_000_000_000  # of tensors in one file
     step: int = 0
     slab_nbytes: int = SLAB_NBYTES  # of values in memory at a time, per worker
     workers: int = 1  # threads

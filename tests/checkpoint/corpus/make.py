@@ -194,10 +194,10 @@ def _save_native(kind: str, what: str, path: Path) -> None:
         saved.parent.rmdir()
 
 
-def _save_safetensors(max_file_nbytes: int, path: Path) -> None:
+def _save_safetensors(max_file_size: int, path: Path) -> None:
     model, optimizer = ours("flat")
     content.take_step(optimizer)
-    checkpoint.save_safetensors(path, model, max_file_nbytes=max_file_nbytes)
+    checkpoint.save_safetensors(path, model, max_file_size=max_file_size)
 
 
 def _save_ours(kind: str, form: str, path: Path) -> None:
@@ -228,8 +228,8 @@ def make_ours(folder: Path) -> Entries:
     for kind in ("flat", "original", "rows"):
         run_ranks(2, _save_native, kind, "rank-local", folder / f"native-{kind}-rank-local")
         entries[f"native-{kind}-rank-local"] = {**_entry(), "content": "rank-local"}
-    for name, max_file_nbytes in [("safetensors", 1 << 20), ("safetensors-sharded", 64)]:
-        run_ranks(2, _save_safetensors, max_file_nbytes, folder / name)
+    for name, max_file_size in [("safetensors", 1 << 20), ("safetensors-sharded", 64)]:
+        run_ranks(2, _save_safetensors, max_file_size, folder / name)
         entries[name] = {**_entry(False), "step": None, "has_ties": False}
     for kind, form, name in [
         ("flat", "FULL", "flat-full.pt"),

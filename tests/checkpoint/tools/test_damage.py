@@ -15,9 +15,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from fsdp_compat.checkpoint import Problem, convert, verify
 from fsdp_compat.checkpoint._tools.archive import Span
 from fsdp_compat.checkpoint._tools.opening import open_archive
+from fsdp_compat.checkpoint._tools.verification import Problem
+from fsdp_compat.checkpoint.files import convert, verify
 from fsdp_compat.errors import CheckpointError, UsageError
 from tests.checkpoint.tools.archives import raw
 from tests.checkpoint.tools.program import run
@@ -149,7 +150,7 @@ def test_damage_of_a_native_checkpoint_is_1_and_every_damaged_file_is_named(tmp_
     three.symlink_to("../elsewhere")
     assert outcome(path) == (1, [zero.name, one.name, three.name, two.name])
     for values in (True, False):
-        problems = {each.where: each for each in verify(path, values=values).problems}
+        problems = {each.where: each for each in verify(path, quick=not values).problems}
         assert "links that stay in the directory" in problems[three.name].what
         said = f"{len(content) - 1} bytes instead of {len(content)}"
         assert problems[one.name] == Problem("file", one.name, said)
@@ -177,9 +178,9 @@ def test_a_checkpoint_that_cannot_be_opened_is_one_problem(tmp_path: Path) -> No
         (problem,) = verify(tmp_path / name).problems
         assert re.search(what, problem.what), problem.what
         result = run("inspect", tmp_path / name)
-        assert result.exit_code == 3 and "Traceback" not in result.output
+        assert result.exit_code == 1 and "Traceback" not in result.output
     (tmp_path / "empty").mkdir()
-    assert outcome(tmp_path / "empty") == (3, []), "there is nothing to verify"
+    assert outcome(tmp_path / "empty") == (1, []), "there is nothing to verify"
 
 
 @pytest.mark.parametrize("dtype", ["qint8", "quint4x2"])
@@ -262,16 +263,16 @@ def test_a_refused_class_names_the_option_that_leaves_it_out(tmp_path: Path) -> 
     for path in (tmp_path / "x.pt", trainer):
         for command in ("inspect", "verify"):
             result = run(command, path)
-            assert result.exit_code == 3 and f"--ignore-class {name}" in result.stderr
+            assert result.exit_code == 1 and f"--ignore-class {name}" in result.stderr
             assert run(command, path, "--ignore-class", name).exit_code == 0
     with pytest.warns(UserWarning, match="settings, an object"):
-        found = convert(tmp_path / "x.pt", tmp_path / "y.pt", ignored=[name])
+        found = convert(tmp_path / "x.pt", tmp_path / "y.pt", ignore_class=[name])
     assert values(found) == values(tmp_path / "plain.pt")
     optimizer = {"param_groups": [{"params": [*TENSORS], "odd": Settings()}], "state": {}}
     torch.save({"model": TENSORS, "optimizer": optimizer}, tmp_path / "z.pt")
     for to in ("torch", "dcp", "native"):
         with pytest.warns(UserWarning, match="odd, an object"):
-            found = convert(tmp_path / "z.pt", tmp_path / to, to=to, ignored=[name])
+            found = convert(tmp_path / "z.pt", tmp_path / to, to=to, ignore_class=[name])
         assert open_archive(found).param_groups == [{"params": [*TENSORS]}]
 
 
@@ -284,7 +285,7 @@ def test_a_directory_of_deepspeed_is_named_with_the_script_that_converts_it(tmp_
     torch.save({}, step / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
     for path in (job, step):
         result = run("inspect", path)
-        assert result.exit_code == 3, result.output
+        assert result.exit_code == 1, result.output
         title, *_, to_do = result.stderr.splitlines()
         assert "DeepSpeed" in title and "zero_to_fp32.py" in title
         assert f"python {job / 'zero_to_fp32.py'} {job} whole" in to_do

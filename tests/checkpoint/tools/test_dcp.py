@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
-from fsdp_compat.checkpoint import convert, inspect
 from fsdp_compat.checkpoint._tools.archive import Archive, StoredTensor, of_memory
 from fsdp_compat.checkpoint._tools.dcp import (
     is_dcp,
@@ -32,6 +31,7 @@ from fsdp_compat.checkpoint._tools.dcp import (
 )
 from fsdp_compat.checkpoint._tools.reading import Files
 from fsdp_compat.checkpoint._tools.writing import WriteOptions
+from fsdp_compat.checkpoint.files import convert, inspect
 from fsdp_compat.errors import CheckpointError, UsageError
 from tests.support.checkpoints import (
     FACTS,

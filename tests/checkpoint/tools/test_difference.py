@@ -12,9 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_compat.checkpoint import Difference, ValueDifference, diff
 from fsdp_compat.checkpoint._tools.archive import of_memory
 from fsdp_compat.checkpoint._tools.arithmetic import Distance, distance
+from fsdp_compat.checkpoint._tools.difference import Difference, ValueDifference
+from fsdp_compat.checkpoint.files import diff
 from fsdp_compat.errors import UsageError
 from tests.checkpoint.tools.archives import archive, opens
 from tests.support.checkpoints import refused
@@ -130,7 +131,9 @@ def test_what_is_different_is_listed_with_the_largest_distance_first(
         ("model/kind", 0, 0.0, 0.0),
     ]
     assert found.different[0].shapes == ((4, 2), (2, 4))
-    found = diff(tmp_path / "a", tmp_path / "b", atol=2, dtypes=False, exclude=["^(cut|lost|new)$"])
+    found = diff(
+        tmp_path / "a", tmp_path / "b", atol=2, any_dtype=True, exclude=["^(cut|lost|new)$"]
+    )
     assert found.is_same and len(found.tensors) == 6
     assert found.tensors[0].max_absolute == 2.0, "how far, also within the tolerance"
     assert diff(tmp_path / "a", tmp_path / "b", include=["same", "empty"]).is_same

@@ -12,10 +12,10 @@ import torch
 
 pytest.importorskip("rich")
 
-from fsdp_compat.checkpoint import inspect
 from fsdp_compat.checkpoint._tools import tables
 from fsdp_compat.checkpoint._tools.archive import of_memory
 from fsdp_compat.checkpoint._tools.inspection import modules_of
+from fsdp_compat.checkpoint.files import inspect
 from tests.checkpoint.tools.archives import archive, opens
 
 

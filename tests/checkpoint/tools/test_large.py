@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp_compat.checkpoint import diff, inspect
 from fsdp_compat.checkpoint._tools.archive import (
     Archive,
     Span,
@@ -22,6 +21,7 @@ from fsdp_compat.checkpoint._tools.archive import (
 from fsdp_compat.checkpoint._tools.native import write_native
 from fsdp_compat.checkpoint._tools.reading import Files
 from fsdp_compat.checkpoint._tools.writing import WriteOptions
+from fsdp_compat.checkpoint.files import diff, inspect
 from tests.support.programs import python
 from tests.support.sampling import at_most
 from tests.support.time_limit import limit_s
@@ -38,7 +38,7 @@ from fsdp_compat.__main__ import main
 
 Path("/proc/self/clear_refs").write_text("5")  # importing may have taken more than it keeps
 try:
-    main(["merge", *sys.argv[1:]])
+    main(["convert", *sys.argv[1:]])
 except SystemExit as end:
     assert not end.code, end.code
 (line,) = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]
@@ -70,7 +70,6 @@ def source(folder: Path) -> Path:
 def test_a_gigabyte_is_merged_within_600_mb(tmp_path: Path) -> None:
     if os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize < 2.2 * NBYTES:
         pytest.skip(f"less than {2.2 * NBYTES / 1e9:.0f} GB on the disk")
-    pytest.importorskip("click")
     path, target = source(tmp_path), tmp_path / "merged.safetensors"
     found = inspect(path)
     assert (found.nbytes, len(found.tensors), found.world_size) == (NBYTES, NUM_TENSORS, 2)

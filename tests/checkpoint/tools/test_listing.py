@@ -1,4 +1,4 @@
-"""list: what a run's folder holds, of any format, and which checkpoint is the latest to use."""
+"""Listing: what a run's folder holds, of any format, and which checkpoint is the latest to use."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("click")
 pytest.importorskip("rich")
 
-from fsdp_compat.checkpoint import convert
-from fsdp_compat.checkpoint._tools.listing import list_checkpoints
+from fsdp_compat.checkpoint.files import convert, list_checkpoints
 from tests.checkpoint.tools.program import run
 from tests.support import checkpoints
 
@@ -65,13 +63,13 @@ def test_files_of_ranks_without_their_manifest_are_not_complete(runs: Path) -> N
 
 
 def test_the_command_prints_a_line_for_each_and_json(runs: Path) -> None:
-    result = run("list", runs)
+    result = run("inspect", runs)
     assert (result.exit_code, result.stderr) == (0, "")
     head, first, *others = result.stdout.splitlines()
     assert head.split() == ["checkpoint", "step", "format", "ranks", "size", "complete"]
     assert first.startswith("step-00000001") and first.endswith("yes, latest")
     assert len(others) == 3 and all(" no: " in line for line in others)
-    content = json.loads(run("list", runs, "--json").stdout)
+    content = json.loads(run("inspect", runs, "--json").stdout)
     assert list(content) == ["path", "checkpoints", "latest"]
     assert list(content["checkpoints"][0]) == [
         *("path", "kind", "step", "world_size", "nbytes", "problem")
@@ -88,27 +86,29 @@ def test_other_formats_are_found_by_what_they_hold_and_numbered_by_their_names(
     made = [(each.path.name, each.step) for each in list_checkpoints(tmp_path).checkpoints]
     assert made == [("best.pt", None), ("torn.pt", None), ("epoch_9.pt", 9), ("epoch_10.pt", 10)]
     assert list_checkpoints(tmp_path).latest == tmp_path / "epoch_10.pt"
+    assert run("inspect", tmp_path).stdout.splitlines()[-1].startswith("epoch_10.pt")
 
 
-def test_a_checkpoint_is_listed_as_one_and_an_empty_folder_is_3(runs: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_is_listed_as_one_and_an_empty_folder_is_1(runs: Path, tmp_path: Path) -> None:
     (itself,) = list_checkpoints(runs / "step-00000001").checkpoints
     assert itself.path == runs / "step-00000001" and not itself.problem
     shards = tmp_path / "shards"
     torch.save({"w": torch.ones(600)}, tmp_path / "whole.pt")
     convert(tmp_path / "whole.pt", shards)
-    assert run("list", shards).stdout.splitlines()[1].split()[0] == "."
+    (itself,) = list_checkpoints(shards).checkpoints
+    assert itself.path == shards
     (tmp_path / "whole.pt").rename(shards / "other.pt")
     names = [each.path.name for each in list_checkpoints(shards).checkpoints]
     assert names == ["model.safetensors", "other.pt"]
     empty = tmp_path / "empty"
     empty.mkdir()
-    result = run("list", empty)
-    assert result.exit_code == 3 and "No checkpoint was recognised" in result.stderr
-    assert "fsdp-compat list" not in result.stderr
+    result = run("inspect", empty)
+    assert result.exit_code == 1 and "No checkpoint was recognised" in result.stderr
+    assert "fsdp-compat inspect" not in result.stderr
     assert os.listdir(empty) == []
 
 
 def test_a_runs_folder_is_answered_with_the_command_that_lists_it(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-500").mkdir()
-    result = run("inspect", tmp_path)
-    assert result.exit_code == 3 and f"fsdp-compat list {tmp_path}" in result.stderr
+    result = run("verify", tmp_path)
+    assert result.exit_code == 1 and f"fsdp-compat inspect {tmp_path}" in result.stderr

@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
-from fsdp_compat.checkpoint import _progress
+from fsdp_compat import _progress
+from fsdp_compat._progress import elapsing
 from fsdp_compat.checkpoint._blocks import Tick
-from fsdp_compat.checkpoint._progress import elapsing
 from fsdp_compat.checkpoint._tools.threads import for_each
 
 
@@ -46,4 +46,4 @@ def test_only_long_work_shows_its_seconds_and_leaves_an_empty_line(
     with elapsing(True, "reading"):
         assert flushed.wait(20)
     shown = capsys.readouterr().err
-    assert shown.startswith("\rreading ... 0 s") and shown.endswith(f"\r{'':19}\r")
+    assert shown.startswith("\rreading ... 0 s") and shown.endswith(f"\r{'':79}\r")
