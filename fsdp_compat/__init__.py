@@ -13,7 +13,8 @@ Before and after training
     install, uninstall          run code that imports torch.distributed.fsdp on this package
 
 The other names are configurations, enums and results. Most have torch's names and meaning. All
-errors derive from FsdpCompatError. The command fsdp-compat has --help.
+errors derive from FsdpCompatError. ``help(name)`` describes a name; examples/API.md in the source
+repository lists all of them. The command fsdp-compat has --help.
 """
 
 import pkgutil

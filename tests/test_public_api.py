@@ -8,34 +8,11 @@ import enum
 import importlib
 import inspect
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-PACKAGE = "fsdp_compat"
-ROOT = Path(__file__).resolve().parents[1]
-
-
-def public_modules() -> list[str]:
-    """The package and its modules whose names have no underscore in front, folders included."""
-    paths = [path.relative_to(ROOT).with_suffix("") for path in (ROOT / PACKAGE).rglob("*.py")]
-    names = {".".join(path.parts).removesuffix(".__init__") for path in paths}
-    return sorted(
-        name for name in names if not any(part.startswith("_") for part in name.split("."))
-    )
-
-
-def public_objects() -> list[tuple[str, Any]]:
-    """Each public class or function once, with the first name it has."""
-    found: dict[int, tuple[str, Any]] = {}
-    for module_name in public_modules():
-        module = importlib.import_module(module_name)
-        for name in getattr(module, "__all__", ()):
-            value = getattr(module, name, None)
-            if callable(value):
-                found.setdefault(id(value), (f"{module_name}.{name}", value))
-    return list(found.values())
+from tests.support.public_api import public_modules, public_objects
 
 
 def functions_of(name: str, value: Any) -> Iterator[tuple[str, Callable[..., Any]]]:

@@ -29,6 +29,7 @@ import fsdp_compat
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import checkpoint
 from fsdp_compat.wrap import ModuleWrapPolicy
+from tests.support.api_page import PAGE, page_text
 from tests.support.models import Block, Stack
 from tests.support.ranks import run_ranks
 from tests.support.sampling import sample
@@ -285,7 +286,7 @@ def test_ddp_and_sharded_code_compute_the_same(
 
 # --- the pages in examples/ -----------------------------------------------------------------------
 
-PAGES = ["README.md", "CHECKPOINTS.md", "MIGRATING.md", "TROUBLESHOOTING.md"]
+PAGES = ["README.md", "CHECKPOINTS.md", "MIGRATING.md", "TROUBLESHOOTING.md"]  # with recipes
 START = blocks("examples/README.md", "python")[0]
 ALONE = blocks("examples/README.md", "python", "Will it fit?")  # test_commands.py runs the second
 ELSEWHERE = [  # tests/clients/test_recipes.py runs it
@@ -337,7 +338,8 @@ def test_recipes_save_in_folders_of_their_own_below_runs() -> None:
 def test_every_block_has_a_test() -> None:
     """Those of sh are run by the tests below and by test_checkpoint_recipes.py. Those of bash need
     SLURM."""
-    assert sorted(path.name for path in (ROOT / "examples").glob("*.md")) == sorted(PAGES)
+    pages = sorted(path.name for path in (ROOT / "examples").glob("*.md"))
+    assert pages == sorted([*PAGES, PAGE.name])
     commands = {}
     for page in (f"examples/{page}" for page in PAGES):
         text = (ROOT / page).read_text()
@@ -348,6 +350,10 @@ def test_every_block_has_a_test() -> None:
     lost = "A worker or a node that is lost"  # test_train_gpt.py runs it
     assert {*commands} == {"Checkpoint tools", "A run that hangs", "Several hosts", lost}
     assert commands["A run that hangs"] == commands["Several hosts"] == 1
+
+
+def test_the_page_of_all_names_is_made_from_the_docstrings() -> None:
+    assert PAGE.read_text() == page_text(), "run python -m tests.support.api_page"
 
 
 def anchor(heading: str) -> str:

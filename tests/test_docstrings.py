@@ -1,0 +1,126 @@
+"""Docstrings of public names are contracts in one style: a summary line, text, `Collective:` where
+ranks have to call together, and sections of Google's style that name every parameter."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import fsdp_compat
+from tests.support.public_api import PACKAGE, members_of, public_modules, public_objects
+
+SECTIONS = ["Args", "Attributes", "Returns", "Yields", "Raises"]  # in this order
+PENDING = (  # modules whose docstrings are not in this style yet
+    "fsdp_compat._front_ends",
+    "fsdp_compat._install",
+    "fsdp_compat._plan",
+    "fsdp_compat._state",
+    "fsdp_compat._stores.flat_store",
+    "fsdp_compat.api",
+    "fsdp_compat.checkpoint",
+    "fsdp_compat.errors",
+    "fsdp_compat.fully_sharded_data_parallel",
+    "fsdp_compat.sharded_grad_scaler",
+    "fsdp_compat.wrap",
+)
+NOTHING = ("None", "NoReturn", "Generator[None, None, None]", "Iterator[None]")
+
+
+def sections(doc: str) -> dict[str, str]:
+    """Return the lines below each heading of a docstring, without those of indented blocks."""
+    parts = re.split(r"^([A-Z][a-z]+):$\n", doc, flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def items(section: str) -> list[str]:
+    return re.findall(r"^ {4}(\*{0,2}\w+): \S", section, flags=re.MULTILINE)
+
+
+def parameters(function: Any) -> list[str]:
+    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    given = inspect.signature(function).parameters.values()
+    return [stars.get(p.kind, "") + p.name for p in given if p.name not in ("self", "cls")]
+
+
+def of_text(doc: str) -> Iterator[str]:
+    """Yield what is wrong with a docstring, whatever it belongs to."""
+    if not doc:
+        yield "has none"
+        return
+    if not re.match(r"\S[^\n]*\.(\n\n|$)", doc):
+        yield "begin with one sentence on a line of its own, followed by an empty line"
+    headings = [*sections(doc)]
+    if headings != [each for each in SECTIONS if each in headings]:
+        yield f"has sections {headings}, not some of {SECTIONS} in this order"
+    for paragraph in re.split(r"\n\s*\n", doc):
+        is_form = re.match(r"Collective: all ranks of \w.*\.$", paragraph, flags=re.DOTALL)
+        if re.search(r"\bCollective\b|\bis collective\b", paragraph) and not is_form:
+            yield "write a paragraph 'Collective: all ranks of ... .'"
+    if re.search(r"\bRaises \w*Error\b", doc):
+        yield "write a section Raises"
+
+
+def of_function(function: Any, doc: str) -> Iterator[str]:
+    found = sections(doc)
+    if isinstance(function, property):
+        if "Args" in found:
+            yield "a property has no Args"
+        return
+    expected, given = parameters(function), items(found.get("Args", ""))
+    if given != expected:
+        yield f"Args are {given}, not {expected}"
+    result = inspect.signature(function).return_annotation
+    is_named = {"Returns", "Yields"} & {*found} or doc.startswith(("Return ", "Yield "))
+    if str(result).removeprefix("typing.") not in NOTHING and not is_named:
+        yield f"say what is returned, {result}"
+
+
+def of_class(cls: Any, doc: str) -> Iterator[str]:
+    found = sections(doc)
+    given = items(found.get("Args", "") + found.get("Attributes", ""))
+    if issubclass(cls, enum.Enum):
+        if given != [*cls.__members__]:
+            yield f"Attributes are {given}, not {[*cls.__members__]}"
+    elif dataclasses.is_dataclass(cls):
+        fields = [field.name for field in dataclasses.fields(cls)]
+        own = [each for each in fields if each in vars(cls).get("__annotations__", {})]
+        if given != own:
+            yield f"Attributes are {given}, not {own}"
+    else:
+        own_init = vars(cls).get("__init__")
+        expected = parameters(inspect.unwrap(own_init)) if own_init else []
+        args = items(found.get("Args", ""))
+        if args != expected:
+            yield f"Args are {args}, not {expected}"
+
+
+def violations() -> Iterator[str]:
+    """Yield what is wrong, each with the place of the docstring and its public name."""
+    for name, value in public_objects():
+        named = [(name, value)]
+        if inspect.isclass(value):
+            named += [(f"{name}.{member}", function) for member, function in members_of(value)]
+        for each, member in named:
+            function = member.fget if isinstance(member, property) else inspect.unwrap(member)
+            module = getattr(function, "__module__", None) or value.__module__
+            if module.startswith(PENDING):
+                continue
+            doc = inspect.cleandoc(member.__doc__ or "")
+            check = of_class if inspect.isclass(member) else of_function
+            for what in (*of_text(doc), *(check(member, doc) if doc else ())):
+                yield f"{module}: {each}: {what}"
+
+
+def test_docstrings_of_public_names_are_in_one_style() -> None:
+    found = sorted({*violations()})
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_dir_shows_all_public_names_and_modules() -> None:
+    modules = [each.removeprefix(f"{PACKAGE}.") for each in public_modules() if "." in each]
+    shallow = [each for each in modules if "." not in each]
+    assert dir(fsdp_compat) == sorted({*fsdp_compat.__all__, *shallow})
