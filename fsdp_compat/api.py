@@ -1,8 +1,8 @@
-"""The enums and plain configuration objects that `FullyShardedDataParallel` takes, under torch's
-names.
+"""Enums and configuration objects that ``FullyShardedDataParallel`` takes, under torch's names.
 
-Members, fields and defaults equal those of `torch.distributed.fsdp.api`. Torch's own objects are
-accepted too: `as_ours` translates them."""
+Members, fields and defaults equal those of ``torch.distributed.fsdp.api``. Torch's own objects are
+accepted; ``as_ours`` translates them.
+"""
 
 from __future__ import annotations
 
@@ -50,20 +50,19 @@ _EXAMPLES = {
 class ShardingStrategy(enum.Enum):
     """How parameters are sharded, and whether they stay unsharded between forward and backward.
 
-    ====================  ====================  =========  ===================================
-    member                sharded over          replicas   unsharded parameters after forward
-    ====================  ====================  =========  ===================================
-    FULL_SHARD            all ranks             1          freed, gathered again in backward
-    SHARD_GRAD_OP         all ranks             1          kept until the end of backward
-    NO_SHARD              not sharded           all ranks  always present, as with DDP
-    HYBRID_SHARD          the ranks of a node   the nodes  freed, gathered again in backward
-    _HYBRID_SHARD_ZERO2   the ranks of a node   the nodes  kept until the end of backward
-    ====================  ====================  =========  ===================================
-
     After a forward inside no_grad, the strategies that do not free parameters keep them until an
     optimizer step, another write that autograd sees, or a forward outside of it. Gradients and
-    optimizer state are sharded in the same way. With a device mesh of two dimensions
-    (replica, shard), or two process groups, the hybrid strategies use these instead of nodes.
+    optimizer state are sharded in the same way. With a device mesh of two dimensions (replica,
+    shard), or two process groups, the hybrid strategies use these instead of nodes.
+
+    Attributes:
+        FULL_SHARD: sharded over all ranks; unsharded parameters are freed after forward and
+            gathered again in backward.
+        SHARD_GRAD_OP: sharded over all ranks; unsharded parameters are kept until the end of
+            backward.
+        NO_SHARD: not sharded: every rank holds all parameters, as with DDP.
+        HYBRID_SHARD: FULL_SHARD over the ranks of a node, with a replica on each node.
+        _HYBRID_SHARD_ZERO2: SHARD_GRAD_OP over the ranks of a node, with a replica on each node.
     """
 
     FULL_SHARD = enum.auto()
@@ -74,11 +73,12 @@ class ShardingStrategy(enum.Enum):
 
 
 class BackwardPrefetch(enum.Enum):
-    """When backward starts to gather the next unit. None in place of a member: when it is needed.
+    """When backward starts to gather the next unit; None in place of a member: when it is needed.
 
-    BACKWARD_PRE   before the current unit's gradients are computed: most overlap, two unsharded
-                   units in memory
-    BACKWARD_POST  after them: the current unit is freed first, so the peak is one unit lower
+    Attributes:
+        BACKWARD_PRE: before the current unit's gradients are computed: most overlap, two unsharded
+            units in memory.
+        BACKWARD_POST: after them: the current unit is freed first, so the peak is one unit lower.
     """
 
     BACKWARD_PRE = enum.auto()
@@ -90,7 +90,7 @@ class MixedPrecision:
     """The dtypes of computation, gradient reduction and buffers. Shards keep their original dtype.
 
     Only floating-point tensors of at least 16 bits are cast. The optimizer and checkpoints use the
-    shards, so they keep the original dtype. Modules of a class in `_module_classes_to_ignore`
+    shards, so they keep the original dtype. Modules of a class in ``_module_classes_to_ignore``
     become units without mixed precision, with or without a wrap policy; their inputs are cast to
     their own dtype, and their outputs back. With the environment variable
     FSDP_USE_FULL_PREC_IN_EVAL=1, modules in evaluation mode compute in the original dtype.
@@ -99,16 +99,16 @@ class MixedPrecision:
         param_dtype: dtype of the unsharded parameters in forward and backward. Default None: the
             original dtype.
         reduce_dtype: dtype in which gradients are sent; they are summed in the wider of this and
-            the shard's dtype. Default None: `param_dtype`.
+            the shard's dtype. Default None: ``param_dtype``.
         buffer_dtype: dtype to which buffers are cast once, before the first forward. Default None:
             not cast. State dicts contain them in their original dtype, with exact values unless
             they were written since.
-        keep_low_precision_grads: whether `.grad` keeps the dtype of the reduction rather than the
+        keep_low_precision_grads: whether ``.grad`` keeps the dtype of the reduction rather than the
             dtype of the shard. Default False.
-        cast_forward_inputs: whether each unit casts its forward inputs to `param_dtype`. Default
+        cast_forward_inputs: whether each unit casts its forward inputs to ``param_dtype``. Default
             False.
         cast_root_forward_inputs: whether the outermost unit does so, regardless of
-            `cast_forward_inputs`. Default True.
+            ``cast_forward_inputs``. Default True.
         _module_classes_to_ignore: classes without mixed precision. Default: the common base of all
             batch norms.
     """
@@ -139,13 +139,14 @@ class CPUOffload:
 
 
 class StateDictType(enum.Enum):
-    """What `state_dict` and `load_state_dict` contain for each parameter of a wrapped model.
+    """What ``state_dict`` and ``load_state_dict`` contain for each parameter of a wrapped model.
 
-    FULL_STATE_DICT     the whole tensor under its original name, as before wrapping
-    LOCAL_STATE_DICT    this rank's shard of the flat parameter, and with use_orig_params=True also
-                        its part of each parameter; needs the same wrapping and ranks
-    SHARDED_STATE_DICT  this rank's shard of each original parameter, under its original name;
-                        loads on any number of ranks
+    Attributes:
+        FULL_STATE_DICT: the whole tensor under its original name, as before wrapping.
+        LOCAL_STATE_DICT: this rank's shard of the flat parameter, and with ``use_orig_params=True``
+            also its part of each parameter; needs the same wrapping and ranks.
+        SHARDED_STATE_DICT: this rank's shard of each original parameter, under its original name;
+            loads on any number of ranks.
     """
 
     FULL_STATE_DICT = enum.auto()
@@ -155,7 +156,7 @@ class StateDictType(enum.Enum):
 
 @dataclass
 class StateDictConfig:
-    """Settings of every kind of model state dict; use the subclass of the `StateDictType`.
+    """Settings of every kind of model state dict; use the subclass of the ``StateDictType``.
 
     Attributes:
         offload_to_cpu: whether the returned tensors are copies on the CPU. Default False.
@@ -166,7 +167,7 @@ class StateDictConfig:
 
 @dataclass
 class OptimStateDictConfig:
-    """Settings of every kind of optimizer state dict; use the subclass of the `StateDictType`.
+    """Settings of every kind of optimizer state dict; use the subclass of the ``StateDictType``.
 
     Attributes:
         offload_to_cpu: whether the returned tensors are copies on the CPU. Default True, unlike for
@@ -178,11 +179,11 @@ class OptimStateDictConfig:
 
 @dataclass
 class FullStateDictConfig(StateDictConfig):
-    """For `StateDictType.FULL_STATE_DICT`.
+    """Settings of model state dicts for ``StateDictType.FULL_STATE_DICT``.
 
     Attributes:
         rank0_only: whether only rank 0 gets the tensors, and other ranks an empty dict. Default
-            False. Set it together with `offload_to_cpu` to save a large model.
+            False. Set it together with ``offload_to_cpu`` to save a large model.
     """
 
     rank0_only: bool = False
@@ -190,7 +191,7 @@ class FullStateDictConfig(StateDictConfig):
 
 @dataclass
 class FullOptimStateDictConfig(OptimStateDictConfig):
-    """For `StateDictType.FULL_STATE_DICT`.
+    """Settings of optimizer state dicts for ``StateDictType.FULL_STATE_DICT``.
 
     Attributes:
         rank0_only: whether only rank 0 gets the state, and other ranks an empty dict. Default
@@ -202,14 +203,14 @@ class FullOptimStateDictConfig(OptimStateDictConfig):
 
 @dataclass
 class ShardedStateDictConfig(StateDictConfig):
-    """For `StateDictType.SHARDED_STATE_DICT`.
+    """Settings of model state dicts for ``StateDictType.SHARDED_STATE_DICT``.
 
     Attributes:
-        _use_dtensor: whether values are `DTensor` rather than `ShardedTensor`. Default False; set
-            for a model with a device mesh.
-        as_views: whether `ShardedTensor` values view this rank's shard: they take no memory, change
-            as training continues, and a value loaded into them changes the model. Default False:
-            copies. Without effect together with `offload_to_cpu`.
+        _use_dtensor: whether values are ``DTensor`` rather than ``ShardedTensor``. Default False;
+            set for a model with a device mesh.
+        as_views: whether ``ShardedTensor`` values view this rank's shard: they take no memory,
+            change as training continues, and a value loaded into them changes the model. Default
+            False: copies. Without effect together with ``offload_to_cpu``.
     """
 
     _use_dtensor: bool = False
@@ -218,11 +219,11 @@ class ShardedStateDictConfig(StateDictConfig):
 
 @dataclass
 class ShardedOptimStateDictConfig(OptimStateDictConfig):
-    """For `StateDictType.SHARDED_STATE_DICT`.
+    """Settings of optimizer state dicts for ``StateDictType.SHARDED_STATE_DICT``.
 
     Attributes:
-        _use_dtensor: whether values are `DTensor` rather than `ShardedTensor`. Default False; set
-            for a model with a device mesh.
+        _use_dtensor: whether values are ``DTensor`` rather than ``ShardedTensor``. Default False;
+            set for a model with a device mesh.
     """
 
     _use_dtensor: bool = False
@@ -230,12 +231,12 @@ class ShardedOptimStateDictConfig(OptimStateDictConfig):
 
 @dataclass
 class LocalStateDictConfig(StateDictConfig):
-    """For `StateDictType.LOCAL_STATE_DICT`."""
+    """Settings of model state dicts for ``StateDictType.LOCAL_STATE_DICT``."""
 
 
 @dataclass
 class LocalOptimStateDictConfig(OptimStateDictConfig):
-    """For `StateDictType.LOCAL_STATE_DICT`.
+    """Settings of optimizer state dicts for ``StateDictType.LOCAL_STATE_DICT``.
 
     Attributes:
         offload_to_cpu: whether the returned tensors are copies on the CPU. Default False.

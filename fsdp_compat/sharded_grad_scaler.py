@@ -32,8 +32,9 @@ _INFINITE = 2.0**128  # first value beyond float32, the dtype of the scale
 
 
 class ShardedGradScaler(GradScaler):
-    """Scale losses so that small gradients survive float16. If one rank has a non-finite gradient,
-    all ranks skip the step.
+    """Scale losses so that small gradients survive float16; all ranks skip a step together.
+
+    They skip it if one rank has a non-finite gradient.
 
         scaler = ShardedGradScaler()
         for x in batches:
@@ -46,14 +47,20 @@ class ShardedGradScaler(GradScaler):
     It is a ``torch.amp.GradScaler``, except that gradients may be float16 and that ``scale`` keeps
     the dtype of its input. Ranks with empty shards, or without gradients, take part like any other.
 
+    Collective: all ranks of the process group call ``unscale_`` and ``step`` in the same order; one
+    all-reduce of 4 bytes for each optimizer and step, none if the group has one rank. The
+    constructor and the other methods send nothing.
+
+    Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.2 (loss scaling).
+
     Args:
         device: device type of the losses. "cuda" on a machine without CUDA disables the scaler,
             with a warning.
         init_scale: initial scale, > 0.
         backoff_factor: factor between 0 and 1 by which ``update`` multiplies the scale after a
             skipped step.
-        growth_factor: factor > 1 by which ``update`` multiplies the scale after
-            ``growth_interval`` steps in a row that were not skipped.
+        growth_factor: factor > 1 by which ``update`` multiplies the scale after ``growth_interval``
+            steps in a row that were not skipped.
         growth_interval: number of steps.
         enabled: if False, ``step`` calls the optimizer, all else does nothing, and nothing is sent.
         process_group: the ranks that agree on a step: all that hold shards of the parameters. None:
@@ -63,12 +70,6 @@ class ShardedGradScaler(GradScaler):
     Raises:
         UsageError: an argument of the wrong type or out of range, or a process group without this
             process.
-
-    Collective: ``unscale_`` and ``step``, on every rank of the group, in the same order; one
-    all-reduce of 4 bytes for each optimizer and step, none if the group has one rank. The
-    constructor and the other methods send nothing.
-
-    Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.2 (loss scaling).
     """
 
     process_group: dist.ProcessGroup | None  # None: the default group
@@ -107,10 +108,15 @@ class ShardedGradScaler(GradScaler):
         self.process_group = process_group
 
     def scale(self, outputs: _Outputs) -> _Outputs:
-        """Multiply a loss, or all losses in nested iterables, by the scale. Each keeps its dtype.
+        """Multiply a loss, or all losses in nested iterables, by the scale.
 
-        Lists and tuples, including named ones, keep their type; other iterables become iterators. A
-        disabled scaler returns its input. The scale is on the device of the first scaled tensor.
+        Args:
+            outputs: a floating-point tensor, or an iterable of such. Each keeps its dtype.
+
+        Returns:
+            The scaled losses. Lists and tuples, including named ones, keep their type; other
+            iterables become iterators. A disabled scaler returns its input. The scale is on the
+            device of the first scaled tensor.
 
         Raises:
             UsageError: ``outputs`` is neither a floating-point tensor nor an iterable of such.
@@ -144,13 +150,15 @@ class ShardedGradScaler(GradScaler):
         )
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide an optimizer's gradients by the scale, in place, and check for non-finite ones on
-        any rank.
+        """Divide an optimizer's gradients by the scale, in place, and check them on all ranks.
 
         Call it at most once per optimizer and step, between backward and ``step``, for example to
         clip; otherwise ``step`` does it.
 
-        Collective: every rank of the group.
+        Collective: all ranks of the process group.
+
+        Args:
+            optimizer: the optimizer whose gradients are divided.
 
         Raises:
             StateError: nothing was scaled yet, or there is no process group.
@@ -161,13 +169,21 @@ class ShardedGradScaler(GradScaler):
         super().unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Call ``optimizer.step(*args, **kwargs)`` with unscaled gradients and return its result,
-        or skip it on all ranks.
+        """Call ``optimizer.step`` with unscaled gradients, or skip it on all ranks.
 
         It is skipped if any gradient of this optimizer is non-finite on any rank. A fused optimizer
         is always called and skips internally. Closures are not supported.
 
-        Collective: every rank of the group, unless ``unscale_`` was called for this optimizer.
+        Collective: all ranks of the process group, unless ``unscale_`` was called for this
+        optimizer.
+
+        Args:
+            optimizer: the optimizer to call.
+            *args: arguments of its ``step``.
+            **kwargs: keyword arguments of its ``step``.
+
+        Returns:
+            What ``optimizer.step`` returns; None if it was skipped.
 
         Raises:
             StateError: nothing was scaled yet, or there is no process group.
@@ -183,11 +199,14 @@ class ShardedGradScaler(GradScaler):
             return super().step(optimizer, *args, **kwargs)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Shrink the scale if a step was skipped since the last update; grow it after
-        ``growth_interval`` steps without a skipped one.
+        """Shrink the scale after a skipped step; grow it after enough steps without one.
 
-        new_scale: a factor > 0, or a tensor [1] or [], that becomes the scale instead; the same on
-            all ranks. Its value is read, which waits for a tensor on an accelerator.
+        It shrinks if a step was skipped since the last update, and grows after ``growth_interval``
+        steps in a row that were not.
+
+        Args:
+            new_scale: a factor > 0, or a tensor [1] or [], that becomes the scale instead; the same
+                on all ranks. Its value is read, which waits for a tensor on an accelerator.
 
         Raises:
             StateError: nothing was scaled yet.

@@ -1,15 +1,16 @@
-"""Which submodules become units: the wrap policies, and `enable_wrap`/`wrap` for wrapping by hand.
+"""Which submodules become units: the wrap policies, and wrapping by hand.
 
 A policy is either
 
-    a function ``(module, recurse, nonwrapped_numel) -> bool``. It is called on the way down with
-        ``recurse=True`` (may this module or one below it become a unit?) and, if it returns true,
-        on the way up with ``recurse=False`` (does this module become one?). ``nonwrapped_numel``
-        is the number of elements at and below the module that no unit holds yet.
-    an object with ``_run_policy(root_module, ignored_modules, root_kwargs)``, which returns the
-        chosen modules, each with its keyword arguments.
+- a function ``(module, recurse, nonwrapped_numel) -> bool``. It is called on the way down with
+  ``recurse=True`` (may this module or one below it become a unit?) and, if it returns true, on the
+  way up with ``recurse=False`` (does this module become one?). ``nonwrapped_numel`` is the number
+  of elements at and below the module that no unit holds yet.
+- an object with ``_run_policy(root_module, ignored_modules, root_kwargs)``, which returns the
+  chosen modules, each with its keyword arguments.
 
-Torch's policies work as they are."""
+Torch's policies work unchanged.
+"""
 
 from __future__ import annotations
 
@@ -47,9 +48,12 @@ class _Policy(ABC):
 
 
 class ModuleWrapPolicy(_Policy):
-    """Choose every instance of ``module_classes``, with the keyword arguments of the root.
+    """Choose every instance of some classes, with the keyword arguments of the root.
 
-    It can also be called like a policy function.
+    The policy can also be called like a policy function.
+
+    Args:
+        module_classes: the classes of the modules to choose.
 
     Raises:
         UsageError: ``module_classes`` is not an iterable of classes; also a TypeError.
@@ -78,12 +82,15 @@ class ModuleWrapPolicy(_Policy):
 
 
 class CustomPolicy(_Policy):
-    """Call ``lambda_fn`` on every module: False skips it, True chooses it, a dict chooses it and
-    overrides keyword arguments of the root.
+    """Choose modules, and their keyword arguments, by calling a function on every module.
 
-    An empty dict skips the module, as False does. Other values count by their truth value, but a
-    string is refused. The policy can also be called like a policy function, by callers that pass no
-    keyword arguments on; a dict is refused there.
+    The policy can also be called like a policy function, by callers that pass no keyword arguments
+    on; the function must not return a dict then.
+
+    Args:
+        lambda_fn: takes a module; False skips the module, True chooses it, and a dict chooses it
+            and overrides keyword arguments of the root. An empty dict skips it. Other values count
+            by their truth value, but a string is refused.
 
     Raises:
         UsageError: ``lambda_fn`` is not callable; also a TypeError.
@@ -128,15 +135,32 @@ class CustomPolicy(_Policy):
 
 
 def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
-    """Choose every module."""
+    """Choose every module.
+
+    Args:
+        *args: ignored.
+        **kwargs: ignored.
+
+    Returns:
+        True.
+    """
     return True
 
 
 def lambda_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
 ) -> bool:
-    """Choose the modules for which ``lambda_fn`` returns true; bind ``lambda_fn`` with
-    `functools.partial`."""
+    """Choose the modules for which a function returns true.
+
+    Args:
+        module: the module to decide about.
+        recurse: True on the way down, False on the way up.
+        nonwrapped_numel: ignored.
+        lambda_fn: takes a module; bind it with ``functools.partial``.
+
+    Returns:
+        Whether to look below the module (``recurse=True``), or to choose it.
+    """
     decide = _function_of_modules(lambda_fn, "lambda_auto_wrap_policy(lambda_fn=...)")
     return recurse or decide(module)
 
@@ -147,11 +171,19 @@ def transformer_auto_wrap_policy(
     nonwrapped_numel: int,
     transformer_layer_cls: set[type[nn.Module]],
 ) -> bool:
-    """Choose the instances of ``transformer_layer_cls``, usually the class of a model's repeated
-    block.
+    """Choose the instances of some classes, usually the class of a model's repeated block.
 
     Everything outside the blocks stays with the root, such as an embedding that shares its weight
-    with the output. Bind ``transformer_layer_cls`` with `functools.partial`.
+    with the output.
+
+    Args:
+        module: the module to decide about.
+        recurse: True on the way down, False on the way up.
+        nonwrapped_numel: ignored.
+        transformer_layer_cls: the classes; bind them with ``functools.partial``.
+
+    Returns:
+        Whether to look below the module (``recurse=True``), or to choose it.
     """
     call = "transformer_auto_wrap_policy(transformer_layer_cls=...)"
     return isinstance(module, _classes(transformer_layer_cls, call)) or recurse
@@ -165,14 +197,20 @@ def size_based_auto_wrap_policy(
     force_leaf_modules: set[type[nn.Module]] | None = None,
     exclude_wrap_modules: set[type[nn.Module]] | None = None,
 ) -> bool:
-    """Choose a module once at least ``min_num_params`` elements below it belong to no unit yet.
+    """Choose a module once enough elements below it belong to no unit yet.
 
     Args:
-        min_num_params: number of elements, not of parameters.
-        force_leaf_modules: classes whose instances and their submodules are never chosen. None
-            means the attribute ``FORCE_LEAF_MODULES`` of this function, which a program may change.
+        module: the module to decide about.
+        recurse: True on the way down, False on the way up.
+        nonwrapped_numel: the number of elements at and below the module that no unit holds yet.
+        min_num_params: how many elements (not parameters) are enough.
+        force_leaf_modules: classes whose instances and their submodules are never chosen. None: the
+            attribute ``FORCE_LEAF_MODULES`` of this function, which a program may change.
         exclude_wrap_modules: classes whose instances are never chosen, although their submodules
-            can be. None means the attribute ``EXCLUDE_WRAP_MODULES``.
+            can be. None: the attribute ``EXCLUDE_WRAP_MODULES``.
+
+    Returns:
+        Whether to look below the module (``recurse=True``), or to choose it.
     """
     defaults: Any = size_based_auto_wrap_policy
     leaves = defaults.FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules
@@ -200,7 +238,7 @@ def _module_wrap_policy(
     nonwrapped_numel: int,
     module_classes: Collection[type[nn.Module]],
 ) -> bool:
-    """Choose the instances of ``module_classes``; the policy function behind `ModuleWrapPolicy`."""
+    """Choose the instances of ``module_classes``, as ``ModuleWrapPolicy`` does."""
     call = "_module_wrap_policy(module_classes=...)"
     return isinstance(module, _classes(module_classes, call)) or recurse
 
@@ -208,22 +246,21 @@ def _module_wrap_policy(
 def _wrap_module_cls_individually(
     module: nn.Module, module_classes: Sequence[type], recurse: bool, *args: Any, **kwargs: Any
 ) -> bool:
-    """`_module_wrap_policy` with its arguments in another order, as in torch."""
+    """``_module_wrap_policy`` with its arguments in another order, as in torch."""
     return _module_wrap_policy(module, recurse, -1, module_classes)
 
 
 def _or_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[Callable[..., bool]]
 ) -> bool:
-    """Choose the modules that any policy function chooses; bind ``policies`` with
-    `functools.partial`."""
+    """Choose the modules that any policy function chooses; bind them with ``functools.partial``."""
     return any(
         policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel)
         for policy in policies
     )
 
 
-# Wrapper and keyword arguments of the open `enable_wrap` block, if any.
+# Wrapper and keyword arguments of the open ``enable_wrap`` block, if any.
 _enabled: ContextVar[tuple[Callable[..., nn.Module], dict[str, Any]] | None] = ContextVar(
     "enable_wrap", default=None
 )
@@ -231,11 +268,15 @@ _enabled: ContextVar[tuple[Callable[..., nn.Module], dict[str, Any]] | None] = C
 
 @contextlib.contextmanager
 def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Iterator[None]:
-    """Let `wrap` return ``wrapper_cls(module, **wrapper_kwargs)`` inside the with block.
+    """Let ``wrap`` return ``wrapper_cls(module, **wrapper_kwargs)`` inside the with block.
 
-    A model whose constructor calls `wrap` on its large layers is then sharded layer by layer while
-    it is built. Built outside the block, it is an ordinary model. Unlike torch's, the block applies
-    to its own thread only.
+    A model whose constructor calls ``wrap`` on its large layers is then sharded layer by layer
+    while it is built. Built outside the block, it is an ordinary model. Unlike torch's, the block
+    applies to its own thread only.
+
+    Args:
+        wrapper_cls: a class or function that takes a module and keyword arguments.
+        **wrapper_kwargs: keyword arguments for every call of it.
 
     Raises:
         UsageError: ``wrapper_cls`` is not callable.
@@ -267,9 +308,14 @@ def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Iterator[None]:
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """Return ``module`` wrapped by the surrounding `enable_wrap` block, or unchanged outside one.
+    """Wrap a module as the surrounding ``enable_wrap`` block says.
 
-    ``wrap_overrides`` take precedence over the keyword arguments of the block.
+    Args:
+        module: the module to wrap.
+        **wrap_overrides: keyword arguments that take precedence over those of the block.
+
+    Returns:
+        The wrapped module; outside an ``enable_wrap`` block ``module`` itself.
     """
     enabled = _enabled.get()
     if enabled is None:
@@ -300,18 +346,13 @@ def _recursive_wrap(
     only_wrap_children: bool = False,
     **kwargs: Any,
 ) -> tuple[nn.Module, int]:
-    """Wrap the modules that a policy function chooses at and below ``module``, with any wrapper,
-    in place.
+    """Wrap the modules that a policy function chooses at and below ``module``, with any wrapper.
 
     Return ``module`` or its wrapper, and the number of elements in wrapped modules. Modules without
-    parameters can be chosen too, since the wrapper need not be one that shards.
-
-    Args:
-        only_wrap_children: whether ``module`` itself stays unwrapped.
-        kwargs: keyword arguments for every call of ``wrapper_cls``.
-
-    Raises:
-        UsageError: ``module`` already contains an instance of ``wrapper_cls`` that is not ignored.
+    parameters can be chosen too, since the wrapper need not be one that shards. With
+    ``only_wrap_children`` the module itself stays unwrapped. Every call of ``wrapper_cls`` gets
+    ``kwargs``. Raises UsageError if ``module`` already contains an instance of it that is not
+    ignored.
     """
     cls = wrapper_cls if isinstance(wrapper_cls, type) else ()
     for name, inner in module.named_modules():
@@ -398,7 +439,7 @@ def children_first(root: nn.Module) -> Iterator[nn.Module]:
 
 
 def _classes(given: Any, call: str) -> tuple[type, ...]:
-    """Return ``given`` as a tuple for `isinstance`. call: the call that passed it, with ``...`` in
+    """Return ``given`` as a tuple for isinstance. call: the call that passed it, with ``...`` in
     its place."""
     try:
         classes = tuple(given)

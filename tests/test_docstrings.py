@@ -18,14 +18,13 @@ PENDING = (  # modules whose docstrings are not in this style yet
     "fsdp_compat._front_ends",
     "fsdp_compat._install",
     "fsdp_compat._plan",
-    "fsdp_compat._state",
-    "fsdp_compat._stores.flat_store",
-    "fsdp_compat.api",
+    "fsdp_compat._state.ema",
+    "fsdp_compat._state.forms",
+    "fsdp_compat._state.grad_norms",
+    "fsdp_compat._state.optim_calls",
+    "fsdp_compat._state.whole_parameters",
     "fsdp_compat.checkpoint",
-    "fsdp_compat.errors",
     "fsdp_compat.fully_sharded_data_parallel",
-    "fsdp_compat.sharded_grad_scaler",
-    "fsdp_compat.wrap",
 )
 NOTHING = ("None", "NoReturn", "Generator[None, None, None]", "Iterator[None]")
 

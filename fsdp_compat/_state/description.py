@@ -38,18 +38,30 @@ class UnitFacts(typing.NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class UnitDescription:
-    """One unit of a model. Bytes include padding. ``str`` is what ``print(model)`` shows of it."""
+    """One unit of a model; ``str`` is what ``print(model)`` shows of it.
 
-    name: str  # of its module before wrapping; "" for the model itself
-    strategy: str  # the name of a ShardingStrategy, or "fully_shard"
-    ranks: int  # that share one copy of the parameters
-    replicas: int  # the number of copies
-    is_resharded: bool  # after forward
-    numel: int  # of the whole parameters
-    own_numel: int  # of these, on this rank
-    shard_nbytes: int  # of the parameters on this rank
-    gathered_nbytes: int  # of the output of an all-gather; 0 with one rank
-    # stored, computed in, reduced in; each combination once
+    Attributes:
+        name: the name of its module before wrapping; "" for the model itself.
+        strategy: the name of a ShardingStrategy, or "fully_shard".
+        ranks: the number of ranks that share one copy of the parameters.
+        replicas: the number of copies.
+        is_resharded: whether parameters are resharded after forward.
+        numel: the number of elements of the whole parameters.
+        own_numel: the number of these that this rank holds.
+        shard_nbytes: the bytes of the parameters on this rank, with padding.
+        gathered_nbytes: the bytes of the output of an all-gather, with padding; 0 with one rank.
+        dtypes: the dtypes (stored, computed in, reduced in), each combination once.
+    """
+
+    name: str
+    strategy: str
+    ranks: int
+    replicas: int
+    is_resharded: bool
+    numel: int
+    own_numel: int
+    shard_nbytes: int
+    gathered_nbytes: int
     dtypes: tuple[tuple[torch.dtype, torch.dtype, torch.dtype], ...]
 
     @property
@@ -94,10 +106,15 @@ def describe_unit(facts: UnitFacts, name: str = "") -> UnitDescription:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Description:
-    """How a model is sharded. ``print`` shows it as a table."""
+    """How a model is sharded; ``print`` shows it as a table.
 
-    units: tuple[UnitDescription, ...]  # outer ones first
-    whole: Mapping[str, Tensor]  # by name: parameters and buffers that every rank has whole
+    Attributes:
+        units: the units, outer ones first.
+        whole: the parameters and buffers that every rank holds whole, by name.
+    """
+
+    units: tuple[UnitDescription, ...]
+    whole: Mapping[str, Tensor]
 
     def __repr__(self) -> str:
         alike = itertools.groupby(self.units, lambda unit: dataclasses.replace(unit, name=""))
@@ -120,12 +137,20 @@ class Description:
 
 
 def describe(model: nn.Module) -> Description:
-    """Return how ``model`` is sharded: its units, the bytes that this rank stores of each, those of
-    an all-gather, and what is not sharded. ``print`` shows it as a table.
+    """Return how a model is sharded; ``print`` shows it as a table.
 
-    It may be called on any rank at any time, even before the first forward. Nothing is sent.
+    Call it on any rank at any time, even before the first forward. Nothing is sent.
 
-    Raises UsageError for a module inside a unit, which may hold parts of the unit's parameters.
+    Args:
+        model: the whole model, wrapped or sharded in place.
+
+    Returns:
+        The units, with the bytes that this rank stores of each and those of an all-gather, and the
+        tensors that are not sharded.
+
+    Raises:
+        UsageError: ``model`` is a module inside a unit, which may hold parts of the unit's
+            parameters.
     """
     require_module(model, "describe")
     if is_marked(model) and ATTRIBUTE not in model.__dict__:

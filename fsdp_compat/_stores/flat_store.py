@@ -37,15 +37,22 @@ class ShardParamInfo(typing.NamedTuple):
 
 
 class FlatParameter(nn.Parameter):
-    """This rank's shard of a unit's flattened parameters of one dtype, which the optimizer updates:
-    1-D, with padding."""
+    """This rank's shard of a unit's flattened parameters of one dtype: 1-D, with padding.
+
+    The optimizer updates it.
+    """
 
     _fsdp_flattened = _is_flat_param = True  # by which clients recognise a FlatParameter
     _layout: FlatLayout
     _rank: int
 
     def set_layout(self, layout: FlatLayout, rank: int) -> None:
-        """Set the layout and the rank, which determine the attributes below."""
+        """Set the layout and the rank, which determine the private attributes that clients read.
+
+        Args:
+            layout: where each parameter of the unit lies in the flat buffer.
+            rank: the position of this rank's shard.
+        """
         self._layout, self._rank = layout, rank
 
     @property
