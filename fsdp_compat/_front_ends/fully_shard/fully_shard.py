@@ -60,7 +60,7 @@ def fully_shard(
     dp_mesh_dims: DataParallelMeshDims | None = None,
     allow_unused_units: bool = False,
 ) -> Any:
-    """Shard the parameters of ``module`` over ranks, in place, and return it.
+    """Shard the parameters of a module over ranks, in place, and return it.
 
     Parameters become DTensors, of which each rank holds a part. A forward of the module unshards
     them by one all-gather for each dtype and reshards them at its end; backward does the same, and
@@ -68,6 +68,9 @@ def fully_shard(
 
     One call manages all parameters in the module that no earlier call manages, so call it for inner
     modules first, then for the root. Create the optimizer afterwards.
+
+    Collective: all ranks of ``mesh``, only where process groups are made: for a number as
+    ``reshard_after_forward``, and for several names for a dimension in ``dp_mesh_dims``.
 
     Args:
         module: a module, or a list of modules whose parameters are unsharded together: until each
@@ -92,9 +95,11 @@ def fully_shard(
             a module, in a step. They vote once per backward, on the CPU if the process group has a
             backend for it; without one, the host waits for the device.
 
-    Raises UsageError, with nothing changed, for arguments and modules that cannot be used.
-    Collective only where process groups are made: for a number as ``reshard_after_forward``, and
-    for several names for a dimension in ``dp_mesh_dims``.
+    Returns:
+        ``module``, or the given list, whose modules are instances of FSDPModule now.
+
+    Raises:
+        UsageError: an argument or a module cannot be used. Nothing was changed.
     """
     planned = plan(
         module,

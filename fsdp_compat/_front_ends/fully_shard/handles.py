@@ -10,7 +10,12 @@ class UnshardHandle:
     """Returned by ``FSDPModule.unshard(async_op=True)``."""
 
     def wait(self) -> None:
-        """Make the unsharded parameters readable, and show them in the modules. Collective."""
+        """Make the unsharded parameters readable, and show them in the modules.
+
+        A second call does nothing.
+
+        Collective: all ranks of the module's mesh.
+        """
 
 
 class UnitHandle(UnshardHandle):
@@ -20,7 +25,7 @@ class UnitHandle(UnshardHandle):
         self._unit: Unit | None = unit
 
     def wait(self) -> None:
-        """See UnshardHandle. A second call does nothing."""
+        """See UnshardHandle."""
         unit, self._unit = self._unit, None
         if unit is None:
             return
@@ -34,15 +39,22 @@ class UnitHandle(UnshardHandle):
 
 
 class GradientReductionHandle:
-    """Returned by ``FSDPModule.finalize_backward(async_op=True)``."""
+    """Returned by ``FSDPModule.finalize_backward(async_op=True)``.
+
+    Args:
+        runtime: reduces the gradients; None: there are none.
+    """
 
     def __init__(self, runtime: Runtime | None) -> None:
-        """runtime: that reduces the gradients; None: there are none."""
         self._runtime = runtime
 
     def wait(self) -> None:
-        """Wait for the reductions: gradients are complete then. A second call does nothing.
-        Collective."""
+        """Wait for the reductions: gradients are complete then.
+
+        A second call does nothing.
+
+        Collective: all ranks of the model's mesh.
+        """
         runtime, self._runtime = self._runtime, None
         if runtime is not None:
             runtime.backward.end_finalize()

@@ -43,8 +43,9 @@ else:
 class FSDPModule(_Module):
     """The mixin that ``fully_shard`` adds to the class of a module.
 
-    Setters may be called at any time between steps. With ``recurse=True`` they also set the value
-    for all sharded modules inside.
+    Setters may be called at any time between steps; those that affect communication need the same
+    values on all ranks. With ``recurse=True`` they also set the value for all sharded modules
+    inside.
     """
 
     _orig_cls_mro_index: int = 2  # of the module's own class: [FSDPLinear, FSDPModule, Linear, ...]
@@ -58,7 +59,10 @@ class FSDPModule(_Module):
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module with unsharded parameters. Collective."""
+        """Call the module with unsharded parameters.
+
+        Collective: all ranks of the model's mesh.
+        """
         state = self._get_fsdp_state()
         runtime = state.runtime
         if runtime is None or runtime.stale:
@@ -98,7 +102,16 @@ class FSDPModule(_Module):
         """Return the state dict; its parameters are DTensors.
 
         After ``FullyShardedDataParallel.set_state_dict_type(model, FULL_STATE_DICT)`` parameters
-        are whole tensors instead. Collective then.
+        are whole tensors instead.
+
+        Collective: all ranks of the model's mesh, for whole tensors.
+
+        Args:
+            *args: the arguments of ``nn.Module.state_dict``.
+            **kwargs: its keyword arguments.
+
+        Returns:
+            Parameters and buffers by name.
         """
         given = {**kwargs, **dict(zip(("destination", "prefix"), args, strict=False))}
         result: dict[str, Any] = self._get_fsdp_state().state_dict_of(
@@ -112,8 +125,19 @@ class FSDPModule(_Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> _torch_private.IncompatibleKeys:
-        """Load a state dict of DTensors, or of whole tensors on every rank, see
-        ``nn.Module.load_state_dict``. Raises CheckpointError for one that does not fit."""
+        """Load a state dict of DTensors, or of whole tensors on every rank.
+
+        Args:
+            state_dict: values by name, as ``state_dict`` or the unsharded module returns them.
+            strict: whether missing and unknown keys are an error.
+            assign: accepted as by ``nn.Module.load_state_dict``.
+
+        Returns:
+            The missing and the unexpected keys.
+
+        Raises:
+            CheckpointError: the state dict does not fit.
+        """
         state = self._get_fsdp_state()
         refuse_missing(state.record, state_dict)
         if state.unit is not None and state.unit.runtime is not None:
@@ -131,16 +155,25 @@ class FSDPModule(_Module):
     # -- parameters
 
     def reshard(self) -> None:
-        """Free the unsharded parameters of this module (not of sharded modules inside), and show
-        the sharded ones. Nothing happens while the module's forward runs."""
+        """Free this module's unsharded parameters, and show the sharded ones.
+
+        Sharded modules inside keep theirs. Nothing happens while the module's forward runs.
+        """
         self._get_fsdp_state().reshard()
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Unshard the parameters of this module (not of sharded modules inside), in the dtypes of
-        its mixed precision. They stay unsharded until ``reshard`` or the end of the next forward.
+        """Unshard this module's parameters, in the dtypes of its mixed precision.
 
-        async_op: only start, and return a handle whose ``wait`` makes them readable. The module's
-        forward waits by itself. Collective.
+        Sharded modules inside are left out. The parameters stay unsharded until ``reshard`` or the
+        end of the next forward.
+
+        Collective: all ranks of the module's mesh.
+
+        Args:
+            async_op: only start, and return a handle. The module's forward waits by itself.
+
+        Returns:
+            A handle whose ``wait`` makes the parameters readable; None without ``async_op``.
         """
         async_op = truth("async_op", async_op, "unshard")
         state = self._get_fsdp_state()
@@ -156,12 +189,16 @@ class FSDPModule(_Module):
         return None
 
     def reset_iter_state(self) -> None:
-        """Reset the model after forward or backward has raised, on the root: wait for what is in
-        flight, reshard everything, and drop gradients that were not reduced, those of
-        ``set_requires_gradient_sync(False)`` included.
+        """Reset the model after forward or backward has raised; call it on the root.
 
-        Not needed for the next step to work, but it frees memory and drops partial gradients at
-        once. Raises StateError on any module but the root.
+        It waits for what is in flight, reshards everything, and drops gradients that were not
+        reduced, those of ``set_requires_gradient_sync(False)`` included. The next step works
+        without it, but it frees memory and drops partial gradients at once.
+
+        Collective: all ranks of the model's mesh, if communication is in flight.
+
+        Raises:
+            StateError: the module is not the root.
         """
         state = self._get_fsdp_state()
         require_root(state.is_root, state.label, "reset_iter_state()")
@@ -169,8 +206,12 @@ class FSDPModule(_Module):
             state.runtime.reset()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Set whether parameters are resharded after forward, instead of what ``fully_shard`` was
-        called with."""
+        """Set whether parameters are resharded after forward.
+
+        Args:
+            reshard_after_forward: replaces what ``fully_shard`` was called with.
+            recurse: whether to include all sharded modules inside.
+        """
         where = "set_reshard_after_forward"
         if not isinstance(reshard_after_forward, bool):
             raise wrong_type("reshard_after_forward", "a bool", reshard_after_forward, where)
@@ -183,64 +224,101 @@ class FSDPModule(_Module):
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Set whether parameters are resharded after backward. False saves the all-gather of the
-        next forward, for gradient accumulation."""
+        """Set whether parameters are resharded after backward.
+
+        Args:
+            reshard_after_backward: False saves the all-gather of the next forward, for gradient
+                accumulation.
+            recurse: whether to include all sharded modules inside.
+        """
         where = "set_reshard_after_backward"
         flag = truth("reshard_after_backward", reshard_after_backward, where)
         for state in self._states(recurse):
             state.behavior.reshard_after_backward = flag
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Set whether backward unshards the parameters of this module. False is for modules whose
-        backward does not read them, such as embeddings."""
+        """Set whether backward unshards the parameters of this module.
+
+        Args:
+            unshard_in_backward: False is for modules whose backward does not read their parameters,
+                such as embeddings.
+        """
         flag = truth("unshard_in_backward", unshard_in_backward, "set_unshard_in_backward")
         self._get_fsdp_state().behavior.unshard_in_backward = flag
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Set whether unsharded parameters keep their memory, and so their data pointers, while
-        they are sharded."""
+        """Set whether unsharded parameters keep their memory while they are sharded.
+
+        Args:
+            keep: True keeps the memory, and so the data pointers.
+            recurse: whether to include all sharded modules inside.
+        """
         flag = truth("keep", keep, "set_keep_unsharded_storage")
         for state in self._states(recurse):
             state.behavior.keeps_storage = flag
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
-        """Set the modules whose all-gathers start in forward as soon as this module's parameters
-        are unsharded, instead of those of the module that came next in the last forward."""
+        """Set the modules whose all-gathers start when forward has unsharded this module.
+
+        Args:
+            modules: sharded modules, in the order of their all-gathers. They replace the module
+                that came next in the last forward.
+        """
         states = _states_of(modules, "set_modules_to_forward_prefetch")
         self._get_fsdp_state().behavior.forward_prefetch = [each.behavior for each in states]
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
-        """Set the modules whose all-gathers start in backward as soon as this module's parameters
-        are unsharded, instead of those of the module that came next in the last backward."""
+        """Set the modules whose all-gathers start when backward has unsharded this module.
+
+        Args:
+            modules: sharded modules, in the order of their all-gathers. They replace the module
+                that came next in the last backward.
+        """
         states = _states_of(modules, "set_modules_to_backward_prefetch")
         self._get_fsdp_state().behavior.backward_prefetch = [each.behavior for each in states]
 
     # -- gradients
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Accepted for compatibility: every backward waits for the reductions that it starts."""
+        """Accepted for compatibility: every backward waits for the reductions that it starts.
+
+        Args:
+            is_last_backward: ignored.
+        """
         truth("is_last_backward", is_last_backward, "set_is_last_backward")
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Set whether backward reduces gradients. With False they accumulate on each rank in the
-        dtype of the reduction, for gradient accumulation without communication."""
+        """Set whether backward reduces gradients.
+
+        Args:
+            requires_gradient_sync: False accumulates them on each rank in the dtype of the
+                reduction, for gradient accumulation without communication.
+            recurse: whether to include all sharded modules inside.
+        """
         where = "set_requires_gradient_sync"
         flag = truth("requires_gradient_sync", requires_gradient_sync, where)
         for state in self._states(recurse):
             state.set_reduction(sync=flag, over_replicas=flag)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Set whether backward sums reduced gradients over the replicas of a 2-D mesh. With False
-        they accumulate until a backward with True."""
+        """Set whether backward sums reduced gradients over the replicas of a 2-D mesh.
+
+        Args:
+            requires_all_reduce: False accumulates them until a backward with True.
+            recurse: whether to include all sharded modules inside.
+        """
         flag = truth("requires_all_reduce", requires_all_reduce, "set_requires_all_reduce")
         for state in self._states(recurse):
             state.set_reduction(over_replicas=flag)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Set, on the root, whether backwards reduce nothing until ``finalize_backward`` is
-        called."""
+        """Set, on the root, whether only ``finalize_backward`` reduces gradients.
+
+        Args:
+            enabled: True lets backwards accumulate until it is called.
+        """
         where = "set_manual_backward_finalization"
         flag, state = truth("enabled", enabled, where), self._get_fsdp_state()
         require_root(state.is_root, state.label, f"{where}()")
@@ -250,13 +328,23 @@ class FSDPModule(_Module):
         state.reduces_on_finalize = flag
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """Reduce what backwards have accumulated, on the root, after
-        ``set_manual_backward_finalization(True)``, and wait for it. Modules that reshard after
+        """Reduce what backwards have accumulated, on the root.
+
+        For use after ``set_manual_backward_finalization(True)``. Modules that reshard after
         backward are resharded.
 
-        async_op: only start, and return a handle whose ``wait`` completes the gradients. Raises
-        StateError without manual finalization, and while a module's gradient synchronisation, or
-        its all-reduce over replicas, is off. Collective.
+        Collective: all ranks of the model's mesh.
+
+        Args:
+            async_op: only start, and return a handle.
+
+        Returns:
+            A handle whose ``wait`` completes the gradients; None without ``async_op``: they are
+            complete.
+
+        Raises:
+            StateError: manual finalization is off, or a module's gradient synchronization or its
+                all-reduce over replicas is.
         """
         async_op = truth("async_op", async_op, "finalize_backward")
         state = self._get_fsdp_state()
@@ -273,37 +361,60 @@ class FSDPModule(_Module):
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Set whether zeros are reduced for parameters without a gradient. Needed where ranks use
-        different parameters."""
+        """Set whether zeros are reduced for parameters without a gradient.
+
+        Args:
+            reduce_scatter_unused_params: True is needed where ranks use different parameters.
+            recurse: whether to include all sharded modules inside.
+        """
         where = "set_reduce_scatter_unused_params"
         flag = truth("reduce_scatter_unused_params", reduce_scatter_unused_params, where)
         for state in self._states(recurse):
             state.set_reduction(reduces_unused=flag)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Set what gradients of this module are divided by, instead of the number of ranks."""
+        """Set what gradients of this module are divided by.
+
+        Args:
+            factor: a number above 0, in place of the number of ranks.
+        """
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 0:
             raise wrong_type("factor", "a number above 0", factor, "set_gradient_divide_factor")
         self._get_fsdp_state().set_reduction(divide_by=float(factor))
 
     @deprecated("Use `set_gradient_divide_factor` instead")
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """Old name of ``set_gradient_divide_factor``."""
+        """Old name of ``set_gradient_divide_factor``.
+
+        Args:
+            factor: a number above 0.
+        """
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Accepted for compatibility: collectives always sum, and division is separate."""
+        """Accepted for compatibility: collectives always sum, and division is separate.
+
+        Args:
+            enable: ignored.
+        """
         truth("enable", enable, "set_force_sum_reduction_for_comms")
 
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None
     ) -> None:
-        """Set a function that gets each reduced gradient shard [S], in the dtype of the reduction,
-        and may change it in place: after division and, on a 2-D mesh, after the all-reduce.
-        Parameters that no rank has used get gradients of zeros then.
+        """Set a function that gets each reduced gradient shard and may change it in place.
 
-        stream: the stream that the hook runs on; not supported on a 2-D mesh. None: on devices with
-        streams, the one that reduces gradients.
+        It runs after division and, on a 2-D mesh, after the all-reduce. With a hook, parameters
+        that no rank has used get gradients of zeros.
+
+        Args:
+            hook: takes the gradient shard [S], in the dtype of the reduction.
+            stream: the stream that the hook runs on; not supported on a 2-D mesh. None: on devices
+                with streams, the one that reduces gradients.
+
+        Raises:
+            UsageError: ``hook`` is not a function of one tensor, or the mesh has replicas and a
+                stream was given, or the module's parameters are on several meshes.
         """
         state = self._get_fsdp_state()
         _require_one_mesh(state, "set_all_reduce_hook")
@@ -321,8 +432,13 @@ class FSDPModule(_Module):
         state.set_reduction(all_reduce_hook=hook, all_reduce_stream=stream)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Let the root's next forward wait for an event that was recorded after the optimizer's
-        step, for optimizers that step on another stream."""
+        """Let the root's next forward wait for an event after the optimizer's step.
+
+        Needed for optimizers that step on another stream.
+
+        Args:
+            event: recorded on that stream after the step.
+        """
         if not callable(getattr(event, "wait", None)):
             raise wrong_type("event", "a torch.Event", event, "set_post_optim_event")
         self._get_fsdp_state().post_optim_event = event
@@ -330,14 +446,22 @@ class FSDPModule(_Module):
     # -- collectives
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
-        """Let ``comm`` run this module's all-gathers, and allocate their buffers."""
+        """Let a user-defined function run this module's all-gathers, with its own buffers.
+
+        Args:
+            comm: an AllGather, or a function with a method ``allocate``.
+        """
         state = self._get_fsdp_state()
         _require_one_mesh(state, "set_custom_all_gather")
         _require_comm(comm, "an AllGather", "set_custom_all_gather")
         state.behavior.custom_all_gather = comm
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
-        """Let ``comm`` run this module's reduce-scatters, and allocate their buffers."""
+        """Let a user-defined function run this module's reduce-scatters, with its own buffers.
+
+        Args:
+            comm: a ReduceScatter, or a function with a method ``allocate``.
+        """
         state = self._get_fsdp_state()
         _require_one_mesh(state, "set_custom_reduce_scatter")
         _require_comm(comm, "a ReduceScatter", "set_custom_reduce_scatter")
@@ -346,8 +470,14 @@ class FSDPModule(_Module):
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """Set how many units' gradient buffers may be in flight at once. The value of the root
-        counts. On devices with streams there is one buffer, whatever is set."""
+        """Set how many units' gradient buffers may be in flight at once.
+
+        On devices with streams there is one buffer, whatever is set.
+
+        Args:
+            max_input_buffers: a number above 0; the root's counts.
+            recurse: whether to include all sharded modules inside.
+        """
         where = "set_reduce_scatter_max_input_buffers"
         is_number = isinstance(max_input_buffers, int) and not isinstance(max_input_buffers, bool)
         if not is_number or max_input_buffers < 1:
@@ -362,17 +492,32 @@ class FSDPModule(_Module):
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:
-        """Accepted for compatibility: all-gathers and reduce-scatters do not wait for each other,
-        except on backends that run the collectives of a group one after the other."""
+        """Accepted for compatibility: all-gathers and reduce-scatters do not wait for each other.
+
+        They do on backends that run the collectives of a group one after the other.
+
+        Args:
+            enable: ignored.
+            recurse: ignored.
+        """
         truth("enable", enable, "set_separate_reduce_scatter_group")
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Accepted for compatibility: buffers of collectives come from torch's allocator, as where
-        torch's backend cannot allocate."""
+        """Accepted for compatibility: torch's allocator provides the buffers of collectives.
+
+        Torch's FSDP does the same where the backend cannot allocate.
+
+        Args:
+            enable: ignored.
+        """
         truth("enable", enable, "set_allocate_memory_from_process_group_for_comm")
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
-        """Accepted for compatibility: symmetric memory is not used."""
+        """Accepted for compatibility: symmetric memory is not used.
+
+        Args:
+            backend: ignored.
+        """
 
     # -- what torch calls
 
@@ -493,8 +638,7 @@ def shard_class(cls: type) -> type:
 
 @contextlib.contextmanager
 def disable_fsdp_module_new_init() -> Iterator[None]:
-    """Inside the context, constructing the class of a sharded module does not call ``__init__`` of
-    its own class."""
+    """Construct instances of sharded classes without their own ``__init__`` inside the context."""
     global _initialises_new
     before, _initialises_new = _initialises_new, False
     try:
@@ -506,6 +650,10 @@ def disable_fsdp_module_new_init() -> Iterator[None]:
 def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
     """Accepted for compatibility: all models of a process use the same streams.
 
-    Raises UsageError unless ``modules`` are sharded modules.
+    Args:
+        modules: sharded modules.
+
+    Raises:
+        UsageError: ``modules`` are not sharded modules.
     """
     _states_of(modules, "share_comm_ctx")

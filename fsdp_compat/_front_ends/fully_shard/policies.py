@@ -27,12 +27,13 @@ class MixedPrecisionPolicy:
     keep the original dtype.
 
     Attributes:
-        param_dtype: of the unsharded parameters, and so of the all-gather and the computation.
-            None: the parameters' own.
-        reduce_dtype: of the gradient reduction, and of gradients that are accumulated without one.
-            None: ``param_dtype``; from torch 2.15 on the parameters' own.
-        output_dtype: to which floating-point outputs of forward are cast. None: not cast.
-        cast_forward_inputs: cast floating-point inputs of forward to ``param_dtype``.
+        param_dtype: dtype of the unsharded parameters, and so of the all-gather and the
+            computation. None: the parameters' own.
+        reduce_dtype: dtype of the gradient reduction, and of gradients that are accumulated without
+            one. None: ``param_dtype``; from torch 2.15 on the parameters' own.
+        output_dtype: dtype to which floating-point outputs of forward are cast. None: not cast.
+        cast_forward_inputs: whether floating-point inputs of forward are cast to ``param_dtype``.
+            Default True.
         param_dtype_override_fn: called once for each parameter when ``fully_shard`` is applied.
             Returns the dtype that this parameter computes in: its original one, ``param_dtype``, or
             None for ``param_dtype``. Must answer alike on all ranks.
@@ -54,11 +55,13 @@ class OffloadPolicy:
 
 @dataclasses.dataclass
 class CPUOffloadPolicy(OffloadPolicy):
-    """Keep sharded parameters, their gradients and optimizer state on the CPU. Of writes to
-    parameters, see ``CPUOffload``.
+    """Keep sharded parameters, their gradients and optimizer state on the CPU.
+
+    For writes to parameters, see ``CPUOffload``.
 
     Attributes:
-        pin_memory: pin this memory, so that copies to and from the device overlap with computation.
+        pin_memory: whether to pin this memory, so that copies to and from the device overlap with
+            computation. Default True.
     """
 
     pin_memory: bool = True
@@ -68,12 +71,14 @@ class CPUOffloadPolicy(OffloadPolicy):
 class DataParallelMeshDims:
     """The data-parallel dimensions of a mesh, by name.
 
-    Several names for one of them are flattened into one dimension. Raises UsageError if neither
-    is given.
+    Several names for one of them are flattened into one dimension.
 
     Attributes:
-        shard: over which parameters are sharded.
-        replicate: over which parameters are replicated.
+        shard: the dimensions over which parameters are sharded.
+        replicate: the dimensions over which parameters are replicated.
+
+    Raises:
+        UsageError: neither is given.
     """
 
     shard: str | tuple[str, ...] | None = None
@@ -110,7 +115,15 @@ def _as_tuple(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
 class DataParallelMeshInfo:
     """A mesh, and which of its dimensions shard and replicate parameters.
 
-    Raises AssertionError if neither dimension is given.
+    Attributes:
+        mesh: the mesh.
+        shard_mesh_dim: the index of the dimension that parameters are sharded over, if any.
+        replicate_mesh_dim: the index of the dimension of replicas, if any.
+        dp_mesh_dims: the names of these dimensions, if parameters are DTensors on ``spmd_mesh``.
+        spmd_mesh: the mesh that ``mesh`` is a part of.
+
+    Raises:
+        UsageError: neither dimension is given; also an AssertionError.
     """
 
     mesh: DeviceMesh
@@ -145,12 +158,12 @@ class FSDPMeshInfo(DataParallelMeshInfo):
 
     @property
     def shard_process_group(self) -> dist.ProcessGroup:
-        """The process group of these ranks."""
+        """The process group of the ranks that parameters are sharded over."""
         return self.mesh.get_group(self.shard_mesh_dim)
 
     @property
     def shard_mesh_rank(self) -> int:
-        """This rank's position among them."""
+        """This rank's position among the ranks that parameters are sharded over."""
         return self.mesh.get_local_rank(self.shard_mesh_dim)
 
 
@@ -170,12 +183,12 @@ class DDPMeshInfo(DataParallelMeshInfo):
 
     @property
     def replicate_process_group(self) -> dist.ProcessGroup:
-        """The process group of these ranks."""
+        """The process group of the ranks that hold copies of a shard."""
         return self.mesh.get_group(self.replicate_mesh_dim)
 
     @property
     def replicate_mesh_rank(self) -> int:
-        """This rank's position among them."""
+        """This rank's position among the ranks that hold copies of a shard."""
         return self.mesh.get_local_rank(self.replicate_mesh_dim)
 
 
@@ -196,8 +209,12 @@ def _no_dimension(names: str, where: str) -> AssertedUsageError:
 
 @dataclasses.dataclass
 class ShardPlacementResult:
-    """What ``shard_placement_fn`` may return: the dimension of the parameter to cut (None: 0), and
-    the mesh to shard it over."""
+    """What ``shard_placement_fn`` may return: how to cut a parameter, and over which mesh.
+
+    Attributes:
+        placement: ``Shard(dim)``; None: ``Shard(0)``.
+        mesh_info: the mesh to shard the parameter over.
+    """
 
     placement: Shard | None
     mesh_info: FSDPMeshInfo
@@ -213,7 +230,16 @@ class Comm(abc.ABC):
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Return a buffer of this size. Its values do not matter."""
+        """Return a buffer; its values do not matter.
+
+        Args:
+            size: the shape of the buffer; fsdp_compat passes (numel,).
+            dtype: its dtype.
+            device: its device.
+
+        Returns:
+            A contiguous tensor.
+        """
 
 
 class AllGather(Comm):
@@ -227,7 +253,19 @@ class AllGather(Comm):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Fill ``output_tensor`` [ranks * S] with every rank's ``input_tensor`` [S]. Collective."""
+        """Fill the output with every rank's input.
+
+        Collective: all ranks of ``group``.
+
+        Args:
+            output_tensor: [ranks * S], the inputs in rank order.
+            input_tensor: [S], this rank's part.
+            group: the ranks that take part.
+            async_op: always False when fsdp_compat calls.
+
+        Returns:
+            The work to wait for, or None.
+        """
 
 
 class ReduceScatter(Comm):
@@ -242,5 +280,17 @@ class ReduceScatter(Comm):
         op: _ReduceOp,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Fill ``output_tensor`` [S] with this rank's part of the reduction of all ranks'
-        ``input_tensor`` [ranks * S]. Collective."""
+        """Fill the output with this rank's part of the reduction of all inputs.
+
+        Collective: all ranks of ``group``.
+
+        Args:
+            output_tensor: [S], this rank's part.
+            input_tensor: [ranks * S], a part for every rank.
+            group: the ranks that take part.
+            op: the reduction; fsdp_compat passes SUM.
+            async_op: always False when fsdp_compat calls.
+
+        Returns:
+            The work to wait for, or None.
+        """
