@@ -1,5 +1,7 @@
-"""The public front end: ``FullyShardedDataParallel``, a class that delegates each call in one
-line."""
+"""The wrapper ``FullyShardedDataParallel``, with torch's arguments and methods.
+
+It delegates each call in one line.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +52,7 @@ __all__ = [
 
 
 class FullyShardedDataParallel(ClientAttributes):
-    """Shard a module's parameters, gradients and optimizer state across the ranks of a process
-    group.
+    """Shard a module's parameters, gradients and optimizer state over a process group.
 
     Each rank holds one part of every parameter. A unit is the wrapped module without its nested
     FullyShardedDataParallel instances; its parameters are unsharded only while forward or backward
@@ -74,8 +75,8 @@ class FullyShardedDataParallel(ClientAttributes):
         process_group: the ranks to shard over; default: all. For hybrid strategies a tuple (shard
             group, replica group).
         sharding_strategy: default FULL_SHARD.
-        cpu_offload: ``CPUOffload(offload_params=True)`` keeps shards, gradients and optimizer
-            state on the CPU. Copies are made even if the CPU is also the compute device.
+        cpu_offload: ``CPUOffload(offload_params=True)`` keeps shards, gradients and optimizer state
+            on the CPU. Copies are made even if the CPU is also the compute device.
         auto_wrap_policy: selects the submodules that become units of their own: a policy, see
             ``fsdp_compat.wrap``; "auto" for the blocks that the model repeats, such as its
             transformer layers; or one or more class names. Default: none.
@@ -88,9 +89,9 @@ class FullyShardedDataParallel(ClientAttributes):
             is among them, nothing is sharded, and a warning says so.
         param_init_fn: initializes one module that is on the meta device; default: ``to_empty``,
             then the module's ``reset_parameters``.
-        device_id: where to compute and keep the shards; default: the parameters' device, or the
-            one that the backend needs. With the backend "fake", ``"meta"`` simulates one rank of
-            any world size: layouts, plans and steps without values or memory.
+        device_id: where to compute and keep the shards; default: the parameters' device, or the one
+            that the backend needs. With the backend "fake", ``"meta"`` simulates one rank of any
+            world size: layouts, plans and steps without values or memory.
         sync_module_states: overwrite parameters and buffers with those of the group's first rank
             before sharding.
         forward_prefetch: gather the next unit in forward even with ``backward_prefetch=None``.
@@ -111,8 +112,8 @@ class FullyShardedDataParallel(ClientAttributes):
             tags, a rank may call a unit at most once per forward, unless all ranks call it equally
             often.
         keep_units_below: units with fewer elements than this, counted unsharded, stay unsharded
-            from forward to backward, as all units do with SHARD_GRAD_OP. Gathering many small
-            units twice costs more time than their memory is worth.
+            from forward to backward, as all units do with SHARD_GRAD_OP. Gathering many small units
+            twice costs more time than their memory is worth.
 
     Raises:
         UsageError: an argument, or a combination of arguments, cannot work. Raised on every rank,
@@ -222,7 +223,17 @@ class FullyShardedDataParallel(ClientAttributes):
 
     @_torch_private.never_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the wrapped module's forward with unsharded parameters. Collective."""
+        """Run the wrapped module's forward with unsharded parameters.
+
+        Collective: all ranks of the model's process group.
+
+        Args:
+            *args: the arguments of the wrapped module's forward.
+            **kwargs: its keyword arguments.
+
+        Returns:
+            What the wrapped module returns.
+        """
         unit = self._fsdp_model_unit.unit
         return unit.runtime.run(unit, unit.module, args, kwargs)
 
@@ -239,14 +250,18 @@ class FullyShardedDataParallel(ClientAttributes):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FullyShardedDataParallel:
         """Return a copy with its own shards over the same process groups, without gradients.
-        Collective."""
+
+        Collective: all ranks of the model's process group.
+        """
         copy = typing.cast(FullyShardedDataParallel, copying.deepcopy_of(self, memo))
         _torch_patches.patch_torch(copy)
         return copy
 
     def __reduce_ex__(self, protocol: typing.SupportsIndex) -> Any:
-        """Pickle this rank's shards. Unpickling is collective and finds the process groups by
-        name."""
+        """Pickle this rank's shards; unpickling finds the process groups by name.
+
+        Collective: all ranks of the model's process group unpickle.
+        """
         return copying.reduced(self)
 
     def __setstate__(self, state: Any) -> None:
@@ -259,10 +274,14 @@ class FullyShardedDataParallel(ClientAttributes):
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
-        """Return all FullyShardedDataParallel instances in ``module``, which may be one itself,
-        outer instances first.
+        """Return all FullyShardedDataParallel instances in a module, outer ones first.
 
-        root_only: return only the roots.
+        Args:
+            module: any module, which may be an instance itself.
+            root_only: whether to return only the roots.
+
+        Returns:
+            The instances.
         """
         require_module(module, "fsdp_modules")
         require_bools("fsdp_modules", root_only=root_only)
@@ -289,8 +308,18 @@ class FullyShardedDataParallel(ClientAttributes):
         return self
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
-        """Call ``fn`` on every submodule and on this module, with full parameters, and keep the
-        changes. Inside ``summon_full_params`` that context keeps or drops them. Collective."""
+        """Call a function on every submodule and on this module, with full parameters.
+
+        Changes are kept. Inside ``summon_full_params`` that context keeps or drops them.
+
+        Collective: all ranks of the model's process group.
+
+        Args:
+            fn: takes a module.
+
+        Returns:
+            This module.
+        """
         if not callable(fn):
             raise wrong_type("fn", "a function that takes one module", fn, "apply")
         if self._unit.view.summoned:
@@ -304,7 +333,18 @@ class FullyShardedDataParallel(ClientAttributes):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Like nn.Module's. Inside ``summon_full_params`` the names are those before wrapping."""
+        """Yield names and parameters, like nn.Module's.
+
+        Inside ``summon_full_params`` the names are those before wrapping.
+
+        Args:
+            prefix: put in front of all names.
+            recurse: whether to include submodules.
+            remove_duplicate: whether to yield tied parameters once.
+
+        Yields:
+            Each name with its parameter.
+        """
         runtime, view = self._runtime, self._unit.view
         if runtime.backward.has_raised:  # an exception in backward has left units unsharded
             runtime.reshard_all()
@@ -314,7 +354,18 @@ class FullyShardedDataParallel(ClientAttributes):
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Like nn.Module's. Inside ``summon_full_params`` the names are those before wrapping."""
+        """Yield names and buffers, like nn.Module's.
+
+        Inside ``summon_full_params`` the names are those before wrapping.
+
+        Args:
+            prefix: put in front of all names.
+            recurse: whether to include submodules.
+            remove_duplicate: whether to yield shared buffers once.
+
+        Yields:
+            Each name with its buffer.
+        """
         view = self._unit.view
         for name, buffer in super().named_buffers(prefix, recurse, remove_duplicate):
             yield clean_name(name) if view.summoned else name, buffer
@@ -334,45 +385,66 @@ class FullyShardedDataParallel(ClientAttributes):
     rekey_optim_state_dict = staticmethod(optim.rekey_optim_state_dict)
 
     def state_dict(self, *args: Any, filter: Any = None, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return the model's state under the names before wrapping, in the type set by
-        ``set_state_dict_type``.
+        """Return the model's state under the names before wrapping.
 
-        - FULL_STATE_DICT (default): copies of the full tensors. Collective; gathers one unit at a
-          time.
+        Its form is the type that ``set_state_dict_type`` has set:
+
+        - FULL_STATE_DICT (default): copies of the full tensors, gathered one unit at a time.
         - SHARDED_STATE_DICT: copies of this rank's part of each parameter, as a ShardedTensor;
           nothing is sent. With ``ShardedStateDictConfig(as_views=True)`` they are views of the flat
-          shard. For a model with a device mesh a DTensor, always a copy; collective.
+          shard. For a model with a device mesh a DTensor, always a copy.
         - LOCAL_STATE_DICT: this rank's flat shards themselves, as ShardedTensors; with
           ``use_orig_params=True`` also this rank's part of each parameter, a 1-D tensor of the same
           memory. Nothing is sent. Either loads without the other.
 
-        Views change as training continues, as in the state dict of an unwrapped module; buffers
-        are views in every type. Use ``offload_to_cpu=True`` in the configuration,
-        ``copy.deepcopy``, ``clone()`` or pickling for values that do not change.
+        Views change as training continues, as in the state dict of an unwrapped module; buffers are
+        views in every type. Use ``offload_to_cpu=True`` in the configuration, ``copy.deepcopy``,
+        ``clone()`` or pickling for values that do not change.
 
-        filter: selects the entries to return: a function of the name, or "trainable" for the
-        parameters that require grad; the same on all ranks. Only selected parameters are gathered,
-        and no value is a view of a shard. A flat shard is returned if it holds any of them.
+        Collective: all ranks of the model's process group, for FULL_STATE_DICT, and for
+        SHARDED_STATE_DICT of a model with a device mesh.
+
+        Args:
+            *args: the arguments of ``nn.Module.state_dict``.
+            filter: selects the entries to return: a function of the name, or "trainable" for the
+                parameters that require grad; the same on all ranks. Only selected parameters are
+                gathered, and no value is a view of a shard. A flat shard is returned if it holds
+                any of them. Default: all entries.
+            **kwargs: the keyword arguments of ``nn.Module.state_dict``.
+
+        Returns:
+            Parameters and buffers by name.
         """
         return model_state.state_dict(self, *args, filter=filter, **kwargs)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> _torch_private.IncompatibleKeys:
-        """Load a state dict with the names before wrapping. The values may be full, sharded in any
-        way, or local; the type is recognized from the values.
+        """Load a state dict with the names before wrapping, of any type.
 
-        Loading full values sends nothing: every rank copies its part. With
+        The values may be full, sharded in any way, or local; the type is recognized from the
+        values. Loading full values sends nothing: every rank copies its part. With
         ``FullStateDictConfig(rank0_only=True)`` all ranks but the first may pass {} or None, and
-        rank 0 broadcasts its values, one unit at a time; the call is collective then. Parameters
-        are written in place, even with ``assign``. Tensor-like values
+        rank 0 broadcasts its values, one unit at a time. Tensor-like values
         (``torch.overrides.is_tensor_like``) that know their shape and dtype are accepted: a lazy
-        value is read when its parameter is loaded, on the ranks that hold a part of it.
-        Modules that load in their own way see their unit's parameters whole; collective then, and
-        what does not fit is known only after other units were loaded.
+        value is read when its parameter is loaded, on the ranks that hold a part of it. Modules
+        that load in their own way see their unit's parameters whole; what does not fit is known
+        only after other units were loaded then.
 
-        Raises CheckpointError, before anything changes, if a key is missing or unknown, or if a
-        value does not fit.
+        Collective: all ranks of the model's process group, with ``rank0_only=True``, for values
+        that are sharded differently than the model, and if modules load in their own way.
+
+        Args:
+            state_dict: values by name.
+            strict: whether missing and unknown keys are an error.
+            assign: accepted; parameters are written in place all the same.
+
+        Returns:
+            The missing and the unexpected keys.
+
+        Raises:
+            CheckpointError: a key is missing or unknown, or a value does not fit. Raised before
+                anything changes.
         """
         return model_loading.load_state_dict(self, state_dict, strict, assign)
 
@@ -380,11 +452,11 @@ class FullyShardedDataParallel(ClientAttributes):
 
     @contextlib.contextmanager
     def no_sync(self) -> Generator[None, None, None]:
-        """Accumulate gradients in backward without reducing them. The next backward outside the
-        context reduces the sum.
+        """Accumulate gradients in backward without reducing them.
 
-        Until then the gradients take as much memory as the unsharded parameters, and ``.grad`` does
-        not contain them. Call it on the root.
+        The next backward outside the context reduces the sum. Until then the gradients take as much
+        memory as the unsharded parameters, and ``.grad`` does not contain them. Call it on the
+        root.
         """
         require_root(self._unit.is_root, self._unit.label, "no_sync()")
         self._runtime.require_idle("no_sync", ValueStateError)
@@ -392,27 +464,36 @@ class FullyShardedDataParallel(ClientAttributes):
             yield
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Reduce gradients with ``hook`` instead of the built-in reduction, in all units of the
-        model.
-
-        - If gradients are sharded: ``hook(state, grad, output)``. grad [ranks * S] is a unit's flat
-          gradient in the reduce dtype; the hook fills output [S] with this rank's part.
-        - If they are not (NO_SHARD, one rank): ``hook(state, grad)`` changes grad [S] in place.
+        """Reduce gradients with a function instead of the built-in reduction, in all units.
 
         The hook must also divide by the number of ranks. Hybrid strategies then average over the
-        replicas. The hooks of ``torch.distributed.algorithms._comm_hooks.default_hooks`` work.
+        replicas. The hooks of ``torch.distributed.algorithms._comm_hooks.default_hooks`` work. Call
+        it once, on the root, on all ranks, before the first backward.
 
-        Call it once, on the root, on all ranks, before the first backward.
+        Args:
+            state: passed to each call of the hook.
+            hook: if gradients are sharded, ``hook(state, grad, output)``: grad [ranks * S] is a
+                unit's flat gradient in the reduce dtype; the hook fills output [S] with this rank's
+                part. If they are not (NO_SHARD, one rank), ``hook(state, grad)`` changes grad [S]
+                in place.
         """
         calls.register_comm_hook(self._fsdp_model_unit, state, hook)
 
     def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> torch.Tensor:
         """Scale all gradients so that their norm over all ranks is at most ``max_norm``.
 
-        Returns the norm before scaling, a 0-d tensor in the dtype to which the gradients' dtypes
-        promote. Gradients of parameters outside all units (ignored parameters) count once.
+        Gradients of parameters outside all units (ignored parameters) count once. Call it on the
+        root.
 
-        Collective: all ranks, on the root. One all-reduce per shard axis.
+        Collective: all ranks of the model's process group. One all-reduce per shard axis.
+
+        Args:
+            max_norm: the largest norm, at least 0.
+            norm_type: the p of the p-norm; ``inf`` for the largest absolute value.
+
+        Returns:
+            The norm before scaling, a 0-d tensor in the dtype to which the gradients' dtypes
+            promote.
         """
         return calls.clip_grad_norm(self, max_norm, norm_type)
 
@@ -422,21 +503,23 @@ class FullyShardedDataParallel(ClientAttributes):
 def register_fsdp_forward_method(
     module: nn.Module, method_name: str, *, synced: bool | None = None
 ) -> None:
-    """Make ``module.method_name(...)`` run with unsharded parameters, as forward does. Meant for
-    methods such as ``generate`` and ``encode``.
+    """Make a method run with unsharded parameters, as forward does.
+
+    Meant for methods such as ``generate`` and ``encode``. All ranks must call the method the same
+    number of times and, if it is a generator, consume the same number of items.
+
+    Collective: all ranks of the model's process group, at each call of the method, not at its
+    registration.
 
     Args:
         module: a FullyShardedDataParallel instance, or a module that ``fully_shard`` was applied
             to; other modules are left unchanged.
         method_name: the name of a method of the module.
         synced: allow ranks to call the inner units different numbers of times, for example in
-            ``generate`` until each rank has its end token. A rank that is done keeps taking part
-            in the others' all-gathers. This costs one small all-reduce per round of calls and turns
+            ``generate`` until each rank has its end token. A rank that is done keeps taking part in
+            the others' all-gathers. This costs one small all-reduce per round of calls and turns
             off prefetching. Default: on if gradients are disabled; off for ``fully_shard``. With
             gradients, all ranks must make the same calls, because backward does.
-
-    All ranks must call the method the same number of times and, if it is a generator, consume the
-    same number of items. Collective: each call of the method, not the registration.
     """
     where = "register_fsdp_forward_method"
     require_module(module, where)

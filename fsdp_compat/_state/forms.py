@@ -28,9 +28,21 @@ def set_state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> StateDictSettings:
-    """Set the state dict type of all units in ``module``, which need not be a unit itself, and
-    return the previous settings. If a model mixes both front ends, they are those of the wrapped
-    modules."""
+    """Set the state dict type of all units in a module, which need not be a unit itself.
+
+    Args:
+        module: the model, or a module around or in it.
+        state_dict_type: the kind of the state dicts of the model and its optimizer.
+        state_dict_config: settings of the model's state dicts, of the class for that kind. Default:
+            that class's defaults.
+        optim_state_dict_config: the same for the optimizer's.
+
+    Returns:
+        The previous settings; of a model that mixes both front ends, those of its wrapped modules.
+
+    Raises:
+        UsageError: a setting does not fit the kind or the model, or the units differed before.
+    """
     require_module(module, "set_state_dict_type")
     kind = as_ours(state_dict_type, StateDictType, "state_dict_type")
     if kind is None:
@@ -92,7 +104,17 @@ def _require_config(name: str, given: Any, kind: type, units: Sequence[ModelUnit
 
 
 def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-    """Return the state dict type of all units. Raises UsageError if they differ."""
+    """Return the state dict type of all units in a module.
+
+    Args:
+        module: the model, or a module around or in it.
+
+    Returns:
+        The kind and both settings.
+
+    Raises:
+        UsageError: the units differ, or there are none; also an AssertionError.
+    """
     require_module(module, "get_state_dict_type")
     return _one_form(model_units_in(module), module)
 
@@ -120,7 +142,14 @@ def state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> Generator[None, None, None]:
-    """Set the state dict type inside the context, see ``set_state_dict_type``."""
+    """Set the state dict type inside the context, see ``set_state_dict_type``.
+
+    Args:
+        module: the model, or a module around or in it.
+        state_dict_type: the kind of the state dicts of the model and its optimizer.
+        state_dict_config: settings of the model's state dicts.
+        optim_state_dict_config: settings of the optimizer's state dicts.
+    """
     require_module(module, "state_dict_type")
     try:
         with in_form(model_units_in(module)):

@@ -39,7 +39,12 @@ _Input = list[dict[str, Any]] | Iterable[nn.Parameter] | None
 
 
 class OptimStateKeyType(enum.Enum):
-    """How the state in an optimizer's dict is keyed: by parameter names, or by numbers."""
+    """How the state in an optimizer's dict is keyed.
+
+    Attributes:
+        PARAM_NAME: by the names of parameters.
+        PARAM_ID: by numbers.
+    """
 
     PARAM_NAME = enum.auto()
     PARAM_ID = enum.auto()
@@ -53,11 +58,6 @@ def optim_state_dict(
 ) -> dict[str, Any]:
     """Return the optimizer's state keyed by parameter names, in the form set for ``model``.
 
-    optim_state_dict: what ``optim.state_dict()`` returned; None: it is called. It may be keyed by
-    numbers or by the model's current parameter names, and may lack "param_groups". State that
-    belongs to no parameter is copied, with a warning.
-
-    Collective: one small exchange, and in the full form one gather per flat parameter and state.
     The optimizers of all ranks must hold the same parameters, in any order, except for parameters
     that a rank has no part of.
 
@@ -68,6 +68,20 @@ def optim_state_dict(
     A state that is neither a number nor has one element per element of its parameter is rank-local:
     its key ends with ``@rank`` and the rank's number, and it can only be loaded at an equal layout.
     The first such call warns.
+
+    Collective: all ranks of the model's process group. One small exchange, and in the full form one
+    gather per flat parameter and state.
+
+    Args:
+        model: the model.
+        optim: its optimizer.
+        optim_state_dict: what ``optim.state_dict()`` returned; None: it is called. It may be keyed
+            by numbers or by the model's current parameter names, and may lack "param_groups". State
+            that belongs to no parameter is copied, with a warning.
+        group: its rank 0 gets the result if ``rank0_only`` is set; None: the model's group.
+
+    Returns:
+        The dict with "state" and "param_groups".
     """
     where = "optim_state_dict(model, optim, optim_state_dict)"
     require_model_and_optimizer(model, optim, where)
@@ -84,20 +98,34 @@ def optim_state_dict_to_load(
     load_directly: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Return the dict that ``optim.load_state_dict`` takes, from one keyed by parameter names, full
-    or sharded, or by numbers.
+    """Return the dict that ``optim.load_state_dict`` takes.
 
-    A dict keyed by numbers comes from the optimizer of an unwrapped model, or of a model in
-    DistributedDataParallel. The result is keyed by the numbers of ``optim``, or with
-    ``is_named_optimizer`` by the model's current parameter names, and has "param_groups" if the
-    given dict has. The number of ranks, the wrapping and the ``use_orig_params`` that it was saved
-    with do not matter. ``load_directly`` also loads the result into ``optim``.
+    The given dict is keyed by parameter names, full or sharded, or by numbers; one keyed by numbers
+    comes from the optimizer of an unwrapped model, or of a model in DistributedDataParallel. The
+    number of ranks, the wrapping and the ``use_orig_params`` that it was saved with do not matter.
 
-    With whole values on every rank nothing is sent, and ranks may call it one after the other, also
-    alone. Collective with sharded values: one small exchange, in which ranks agree whether the dict
-    fits; values that are sharded differently are gathered. Collective, too, with
-    ``FullOptimStateDictConfig(rank0_only=True)`` set for the model: ranks other than the first may
-    pass None; the first rank sends them their state, one unit at a time.
+    With whole values on every rank nothing is sent, and ranks may call it one after the other, or
+    alone. With ``FullOptimStateDictConfig(rank0_only=True)`` set for the model, ranks other than
+    the first may pass None; the first rank sends them their state, one unit at a time.
+
+    Collective: all ranks of the model's process group, with sharded values or ``rank0_only=True``.
+    One small exchange, in which ranks agree whether the dict fits; values that are sharded
+    differently are gathered.
+
+    Args:
+        model: the model.
+        optim: its optimizer.
+        optim_state_dict: the dict to load.
+        is_named_optimizer: whether to key the result by the model's current parameter names instead
+            of the numbers of ``optim``.
+        load_directly: whether to load the result into ``optim`` as well.
+        group: accepted for compatibility.
+
+    Returns:
+        The dict for this rank, with "param_groups" if the given dict has them.
+
+    Raises:
+        CheckpointError: the dict does not fit the model and the optimizer.
     """
     where = "optim_state_dict_to_load(model, optim, optim_state_dict)"
     require_model_and_optimizer(model, optim, where)
@@ -151,10 +179,21 @@ def full_optim_state_dict(
     rank0_only: bool = True,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Return the optimizer's whole state by parameter names, on the CPU; with ``rank0_only``, {}
-    on other ranks.
+    """Return the optimizer's whole state by parameter names, on the CPU.
 
-    Collective: one gather per flat parameter and state, like ``optim_state_dict`` in the full form.
+    Deprecated; use ``optim_state_dict`` in the full form.
+
+    Collective: all ranks of the model's process group. One gather per flat parameter and state.
+
+    Args:
+        model: the model.
+        optim: its optimizer.
+        optim_input: what the optimizer was created from; default: its parameter groups.
+        rank0_only: whether only rank 0 gets the state, and other ranks {}.
+        group: its rank 0 gets the result with ``rank0_only``; None: the model's group.
+
+    Returns:
+        The dict with "state" and "param_groups".
     """
     where = _called("full_optim_state_dict", "optim_state_dict", model, optim, group)
     require_bools(where, rank0_only=rank0_only)
@@ -166,10 +205,19 @@ def full_optim_state_dict(
 def sharded_optim_state_dict(
     model: nn.Module, optim: Optimizer, group: dist.ProcessGroup | None = None
 ) -> dict[str, Any]:
-    """Return the optimizer's state by parameter names, in the sharded form, regardless of the form
-    that is set.
+    """Return the optimizer's state by parameter names, in the sharded form.
 
-    Collective: one small exchange; tensors are not sent.
+    The form that is set does not matter. Deprecated; use ``optim_state_dict``.
+
+    Collective: all ranks of the model's process group. One small exchange; tensors are not sent.
+
+    Args:
+        model: the model.
+        optim: its optimizer.
+        group: accepted for compatibility.
+
+    Returns:
+        The dict with "state" and "param_groups".
     """
     where = _called("sharded_optim_state_dict", "optim_state_dict", model, optim, group)
     form = ExportForm(Values.BOXES, to_cpu=True, first_step=True)
@@ -182,7 +230,19 @@ def shard_full_optim_state_dict(
     optim_input: _Input = None,
     optim: Optimizer | None = None,
 ) -> dict[str, Any]:
-    """Return what this rank loads from a full dict on every rank. Nothing is sent."""
+    """Return what this rank loads from a full dict that every rank has; nothing is sent.
+
+    Deprecated; use ``optim_state_dict_to_load``.
+
+    Args:
+        full_optim_state_dict: the full dict.
+        model: the model.
+        optim_input: what the optimizer was created from; default: its parameter groups.
+        optim: the optimizer; default: one over all parameters of the model.
+
+    Returns:
+        The dict that the optimizer loads on this rank.
+    """
     where = _called("shard_full_optim_state_dict", _TO_LOAD, model, optim)
     return _to_load(full_optim_state_dict, model, optim_input, optim, where)
 
@@ -190,9 +250,20 @@ def shard_full_optim_state_dict(
 def flatten_sharded_optim_state_dict(
     sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: Optimizer
 ) -> dict[str, Any]:
-    """Return the dict that the optimizer loads on this rank, from a sharded dict.
+    """Return what this rank loads from a sharded dict.
 
-    Collective: one small exchange; values that are sharded differently than the model are gathered.
+    Deprecated; use ``optim_state_dict_to_load``.
+
+    Collective: all ranks of the model's process group. One small exchange; values that are sharded
+    differently than the model are gathered.
+
+    Args:
+        sharded_optim_state_dict: the sharded dict.
+        model: the model.
+        optim: its optimizer.
+
+    Returns:
+        The dict that the optimizer loads on this rank.
     """
     where = _called("flatten_sharded_optim_state_dict", _TO_LOAD, model, optim)
     require_model_and_optimizer(model, optim, where)
@@ -206,10 +277,22 @@ def scatter_full_optim_state_dict(
     optim: Optimizer | None = None,
     group: Any | None = None,
 ) -> dict[str, Any]:
-    """Return the dict that the optimizer loads on this rank, from a full dict that only rank 0
-    needs to have.
+    """Return what this rank loads from a full dict that only rank 0 needs to have.
 
-    Collective: rank 0 sends one state of one unit at a time.
+    Deprecated; use ``optim_state_dict_to_load``.
+
+    Collective: all ranks of the model's process group. Rank 0 sends one state of one unit at a
+    time.
+
+    Args:
+        full_optim_state_dict: the full dict; None on other ranks.
+        model: the model.
+        optim_input: what the optimizer was created from; default: its parameter groups.
+        optim: the optimizer; default: one over all parameters of the model.
+        group: accepted for compatibility.
+
+    Returns:
+        The dict that the optimizer loads on this rank.
     """
     where = _called("scatter_full_optim_state_dict", _TO_LOAD, model, optim, group)
     return _to_load(full_optim_state_dict, model, optim_input, optim, where, from_rank0=True)
@@ -222,13 +305,25 @@ def rekey_optim_state_dict(
     optim_input: _Input = None,
     optim: Optimizer | None = None,
 ) -> dict[str, Any]:
-    """Return an optimizer's state dict keyed by parameter names, or by numbers, however it was
-    keyed; values are not copied.
+    """Return an optimizer's state dict keyed by parameter names, or by numbers.
 
-    model: wrapped or not. Numbers are those of the unwrapped model's optimizer: the parameters of a
-    FlatParameter are numbered in the model's order. Sends nothing. Raises CheckpointError for keys
-    of both kinds, or for a parameter that the model or the optimizer does not have.
+    It does not matter how it was keyed. Values are not copied, and nothing is sent. Deprecated:
     ``optim_state_dict_to_load`` accepts both kinds of keys.
+
+    Args:
+        optim_state_dict: the dict.
+        optim_state_key_type: the kind of keys to return. Numbers are those of the unwrapped model's
+            optimizer: the parameters of a FlatParameter are numbered in the model's order.
+        model: the model, wrapped or not.
+        optim_input: what the optimizer was created from; default: its parameter groups.
+        optim: the optimizer; default: one over all parameters of the model.
+
+    Returns:
+        The dict with other keys.
+
+    Raises:
+        CheckpointError: keys of both kinds, or of a parameter that the model or the optimizer does
+            not have.
     """
     where = _called("rekey_optim_state_dict", _TO_LOAD, model, optim)
     kind = as_ours(optim_state_key_type, OptimStateKeyType, "optim_state_key_type")

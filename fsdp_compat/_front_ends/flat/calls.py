@@ -41,20 +41,25 @@ def summon_full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Generator[None, None, None]:
-    """Expose full parameters, in the dtype of the shards, inside the context. Modules that
-    fully_shard was applied to show plain Parameters then.
+    """Expose full parameters, in the dtype of the shards, inside the context.
+
+    Modules that fully_shard was applied to show plain Parameters then.
+
+    Collective: all ranks of the model's process group.
 
     Args:
         module: the model, or a module in it.
-        recurse: include all sharded modules below ``module``.
-        writeback: keep the changes made inside. Without sharding (one rank, NO_SHARD) they are
-            kept in any case.
-        rank0_only: only rank 0 sees full parameters, the other ranks still see their shards.
-            Requires ``writeback=False``; with several ranks, changes on rank 0 are dropped.
-        offload_to_cpu: put the full parameters on the CPU.
-        with_grads: expose full gradients as well.
+        recurse: whether to include all sharded modules below ``module``.
+        writeback: whether to keep the changes made inside. Without sharding (one rank, NO_SHARD)
+            they are kept in any case.
+        rank0_only: whether only rank 0 sees full parameters, and the other ranks still see their
+            shards. Requires ``writeback=False``; with several ranks, changes on rank 0 are dropped.
+        offload_to_cpu: whether to put the full parameters on the CPU.
+        with_grads: whether to expose full gradients as well.
 
-    Collective: all ranks.
+    Raises:
+        UsageError: ``rank0_only`` together with ``writeback``; also a NotImplementedError.
+        StateError: a forward or backward is running.
     """
     where = "summon_full_params"
     require_module(module, where)

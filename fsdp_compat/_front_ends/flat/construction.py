@@ -279,8 +279,7 @@ def plan_wrapping(
     root_kwargs: Mapping[str, Any],
     is_wrapped: Callable[[nn.Module], bool] = lambda module: False,
 ) -> dict[nn.Module, dict[str, Any]]:
-    """Return the submodules of ``root`` that become units, children before parents, each with its
-    keyword arguments.
+    """Decide which submodules become units.
 
     The choice equals torch's. A module that is registered several times is one unit. If
     ``root_kwargs["mixed_precision"]`` is not None, instances of its `_module_classes_to_ignore`
@@ -295,11 +294,15 @@ def plan_wrapping(
           nothing would gather it
 
     Args:
+        root: the module to wrap.
         policy: a policy function or object, ours or torch's.
         ignored_modules: including their descendants.
         ignored_parameters: not counted in ``nonwrapped_numel``; nor are those of wrapped modules.
         root_kwargs: copied into each unit's arguments; a policy object can override them.
         is_wrapped: whether a module is a unit already.
+
+    Returns:
+        The submodules that become units, children before parents, each with its keyword arguments.
 
     Raises:
         UsageError: ``policy`` is not a policy, has unusable arguments, or returns an unusable
