@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import importlib
 import inspect
 import re
 from collections.abc import Iterator
@@ -96,6 +97,10 @@ def of_class(cls: Any, doc: str) -> Iterator[str]:
 
 def violations() -> Iterator[str]:
     """Yield what is wrong, each with the place of the docstring and its public name."""
+    for name in public_modules():
+        if not name.startswith(PENDING):
+            doc = inspect.cleandoc(importlib.import_module(name).__doc__ or "")
+            yield from (f"{name}: {what}" for what in of_text(doc))
     for name, value in public_objects():
         named = [(name, value)]
         if inspect.isclass(value):

@@ -28,10 +28,10 @@ def set_state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> StateDictSettings:
-    """Set the state dict type of all units in a module, which need not be a unit itself.
+    """Set the state dict type of all units in a module.
 
     Args:
-        module: the model, or a module around or in it.
+        module: the model, or a module around or in it; it need not be a unit itself.
         state_dict_type: the kind of the state dicts of the model and its optimizer.
         state_dict_config: settings of the model's state dicts, of the class for that kind. Default:
             that class's defaults.

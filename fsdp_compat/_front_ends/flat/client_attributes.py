@@ -39,10 +39,10 @@ class ClientAttributes(nn.Module):
 
     # -- constructor arguments
 
-    mixed_precision: MixedPrecision = _setting("mixed_precision", "The argument of that name.")
-    sharding_strategy: ShardingStrategy = _setting("strategy", "The argument of that name.")
-    forward_prefetch: bool = _setting("forward_prefetch", "The argument of that name.")
-    limit_all_gathers: bool = _setting("limit_all_gathers", "The argument of that name.")
+    mixed_precision: MixedPrecision = _setting("mixed_precision", "The unit's dtypes.")
+    sharding_strategy: ShardingStrategy = _setting("strategy", "How the unit is sharded.")
+    forward_prefetch: bool = _setting("forward_prefetch", "As given to the constructor.")
+    limit_all_gathers: bool = _setting("limit_all_gathers", "As given to the constructor.")
     compute_device: torch.device = _setting("device", "The device of forward and backward.")
     process_group: dist.ProcessGroup = _setting(
         "group", "The ranks over which one copy of the parameters is sharded."
