@@ -19,9 +19,10 @@ PENDING = (  # what is not in this style yet
     "fsdp_compat._install",
     "fsdp_compat._plan",
     "fsdp_compat._state.ema",
+    "fsdp_compat._state.gathered_optimizer",
     "fsdp_compat._state.grad_norms",
-    "fsdp_compat._state.optim_calls.check_optimizer",
-    "fsdp_compat._state.whole_parameters",
+    "fsdp_compat._state.optim_calls.check",
+    "fsdp_compat.optim",
     "fsdp_compat.checkpoint",
 )
 NOTHING = ("None", "NoReturn", "Generator[None, None, None]", "Iterator[None]")
