@@ -14,8 +14,7 @@ Before and after training
 
 The other names are configurations, enums and results. Most have torch's names and meaning. All
 errors derive from FsdpCompatError. ``help(name)`` describes a name; examples/API.md in the source
-repository lists all of them. The command fsdp-compat has --help.
-"""
+repository lists all of them. The command fsdp-compat has --help."""
 
 import pkgutil
 from importlib import import_module

@@ -1,8 +1,7 @@
 """Enums and configuration objects that ``FullyShardedDataParallel`` takes, under torch's names.
 
 Members, fields and defaults equal those of ``torch.distributed.fsdp.api``. Torch's own objects are
-accepted; ``as_ours`` translates them.
-"""
+accepted; ``as_ours`` translates them."""
 
 from __future__ import annotations
 
@@ -62,8 +61,7 @@ class ShardingStrategy(enum.Enum):
             backward.
         NO_SHARD: not sharded: every rank holds all parameters, as with DDP.
         HYBRID_SHARD: FULL_SHARD over the ranks of a node, with a replica on each node.
-        _HYBRID_SHARD_ZERO2: SHARD_GRAD_OP over the ranks of a node, with a replica on each node.
-    """
+        _HYBRID_SHARD_ZERO2: SHARD_GRAD_OP over the ranks of a node, with a replica on each node."""
 
     FULL_SHARD = enum.auto()
     SHARD_GRAD_OP = enum.auto()
@@ -110,8 +108,7 @@ class MixedPrecision:
         cast_root_forward_inputs: whether the outermost unit does so, regardless of
             ``cast_forward_inputs``. Default True.
         _module_classes_to_ignore: classes without mixed precision. Default: the common base of all
-            batch norms.
-    """
+            batch norms."""
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
@@ -132,8 +129,7 @@ class CPUOffload:
 
     Attributes:
         offload_params: whether shards, their gradients and the optimizer step stay on the CPU.
-            Default False.
-    """
+            Default False."""
 
     offload_params: bool = False
 
@@ -146,8 +142,7 @@ class StateDictType(enum.Enum):
         LOCAL_STATE_DICT: this rank's shard of the flat parameter, and with ``use_orig_params=True``
             also its part of each parameter; needs the same wrapping and ranks.
         SHARDED_STATE_DICT: this rank's shard of each original parameter, under its original name;
-            loads on any number of ranks.
-    """
+            loads on any number of ranks."""
 
     FULL_STATE_DICT = enum.auto()
     LOCAL_STATE_DICT = enum.auto()
@@ -159,8 +154,7 @@ class StateDictConfig:
     """Settings of every kind of model state dict; use the subclass of the ``StateDictType``.
 
     Attributes:
-        offload_to_cpu: whether the returned tensors are copies on the CPU. Default False.
-    """
+        offload_to_cpu: whether the returned tensors are copies on the CPU. Default False."""
 
     offload_to_cpu: bool = False
 
@@ -171,8 +165,7 @@ class OptimStateDictConfig:
 
     Attributes:
         offload_to_cpu: whether the returned tensors are copies on the CPU. Default True, unlike for
-            models.
-    """
+            models."""
 
     offload_to_cpu: bool = True
 
@@ -183,8 +176,7 @@ class FullStateDictConfig(StateDictConfig):
 
     Attributes:
         rank0_only: whether only rank 0 gets the tensors, and other ranks an empty dict. Default
-            False. Set it together with ``offload_to_cpu`` to save a large model.
-    """
+            False. Set it together with ``offload_to_cpu`` to save a large model."""
 
     rank0_only: bool = False
 
@@ -195,8 +187,7 @@ class FullOptimStateDictConfig(OptimStateDictConfig):
 
     Attributes:
         rank0_only: whether only rank 0 gets the state, and other ranks an empty dict. Default
-            False.
-    """
+            False."""
 
     rank0_only: bool = False
 
@@ -210,8 +201,7 @@ class ShardedStateDictConfig(StateDictConfig):
             set for a model with a device mesh.
         as_views: whether ``ShardedTensor`` values view this rank's shard: they take no memory,
             change as training continues, and a value loaded into them changes the model. Default
-            False: copies. Without effect together with ``offload_to_cpu``.
-    """
+            False: copies. Without effect together with ``offload_to_cpu``."""
 
     _use_dtensor: bool = False
     as_views: bool = False
@@ -223,8 +213,7 @@ class ShardedOptimStateDictConfig(OptimStateDictConfig):
 
     Attributes:
         _use_dtensor: whether values are ``DTensor`` rather than ``ShardedTensor``. Default False;
-            set for a model with a device mesh.
-    """
+            set for a model with a device mesh."""
 
     _use_dtensor: bool = False
 
@@ -239,8 +228,7 @@ class LocalOptimStateDictConfig(OptimStateDictConfig):
     """Settings of optimizer state dicts for ``StateDictType.LOCAL_STATE_DICT``.
 
     Attributes:
-        offload_to_cpu: whether the returned tensors are copies on the CPU. Default False.
-    """
+        offload_to_cpu: whether the returned tensors are copies on the CPU. Default False."""
 
     offload_to_cpu: bool = False
 
@@ -252,8 +240,7 @@ class StateDictSettings:
     Attributes:
         state_dict_type: the kind of both state dicts.
         state_dict_config: the model's settings, of the class for that kind.
-        optim_state_dict_config: the optimizer's settings, of the class for that kind.
-    """
+        optim_state_dict_config: the optimizer's settings, of the class for that kind."""
 
     state_dict_type: StateDictType
     state_dict_config: StateDictConfig
@@ -265,8 +252,7 @@ def as_ours(value: object, expected: type[_T], argument_name: str) -> _T | None:
     torch's FSDP translated, by the names of its class and of its member or fields.
 
     The result may be an instance of a subclass. Raises UsageError, naming ``argument_name``, for
-    other types, and for members and fields that ours lacks.
-    """
+    other types, and for members and fields that ours lacks."""
     if value is None:
         return None
     ours = _translated(value, expected, argument_name)

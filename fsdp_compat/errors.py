@@ -45,8 +45,7 @@ class FsdpCompatError(Exception):
             fix: what to do.
 
         Returns:
-            The error, to be raised.
-        """
+            The error, to be raised."""
         return cls(explain(what, expected=expected, got=got, where=where, fix=fix))
 
 
@@ -66,8 +65,7 @@ def explain(what: str, *, expected: str, got: str, where: str, fix: str) -> str:
     """Return the text of an error: one sentence, then the four facts, each on a line of its own.
 
     The facts begin with small letters and have no full stop at the end. Names of classes may follow
-    the article "a".
-    """
+    the article "a"."""
     text = (
         f"{what}\n  expected: {expected}\n  got:      {got}\n  where:    {where}\n  to do:    {fix}"
     )
@@ -211,8 +209,7 @@ def truth(name: str, flag: Any, where: str) -> bool:
     """Return the truth value of a flag, which may also be None, 0, 1 or a NumPy boolean.
 
     Raises UsageError for a string, because "False" would be true, and for values without a truth
-    value, such as arrays.
-    """
+    value, such as arrays."""
     if not isinstance(flag, (str, bytes, bytearray)):
         try:
             return bool(flag)

@@ -1,7 +1,6 @@
 """The wrapper ``FullyShardedDataParallel``, with torch's arguments and methods.
 
-It delegates each call in one line.
-"""
+It delegates each call in one line."""
 
 from __future__ import annotations
 
@@ -117,8 +116,7 @@ class FullyShardedDataParallel(ClientAttributes):
 
     Raises:
         UsageError: an argument, or a combination of arguments, cannot work. Raised on every rank,
-            before anything is sent or changed.
-    """
+            before anything is sent or changed."""
 
     _fsdp_wrapped_module: nn.Module
     # Methods of the wrapped module that run like forward, see register_fsdp_forward_method.
@@ -232,8 +230,7 @@ class FullyShardedDataParallel(ClientAttributes):
             **kwargs: its keyword arguments.
 
         Returns:
-            What the wrapped module returns.
-        """
+            What the wrapped module returns."""
         unit = self._fsdp_model_unit.unit
         return unit.runtime.run(unit, unit.module, args, kwargs)
 
@@ -251,8 +248,7 @@ class FullyShardedDataParallel(ClientAttributes):
     def __deepcopy__(self, memo: dict[int, Any]) -> FullyShardedDataParallel:
         """Return a copy with its own shards over the same process groups, without gradients.
 
-        Collective: all ranks of the model's process group.
-        """
+        Collective: all ranks of the model's process group."""
         copy = typing.cast(FullyShardedDataParallel, copying.deepcopy_of(self, memo))
         _torch_patches.patch_torch(copy)
         return copy
@@ -260,8 +256,7 @@ class FullyShardedDataParallel(ClientAttributes):
     def __reduce_ex__(self, protocol: typing.SupportsIndex) -> Any:
         """Pickle this rank's shards; unpickling finds the process groups by name.
 
-        Collective: all ranks of the model's process group unpickle.
-        """
+        Collective: all ranks of the model's process group unpickle."""
         return copying.reduced(self)
 
     def __setstate__(self, state: Any) -> None:
@@ -281,8 +276,7 @@ class FullyShardedDataParallel(ClientAttributes):
             root_only: whether to return only the roots.
 
         Returns:
-            The instances.
-        """
+            The instances."""
         require_module(module, "fsdp_modules")
         require_bools("fsdp_modules", root_only=root_only)
         wrappers = [
@@ -318,8 +312,7 @@ class FullyShardedDataParallel(ClientAttributes):
             fn: takes a module.
 
         Returns:
-            This module.
-        """
+            This module."""
         if not callable(fn):
             raise wrong_type("fn", "a function that takes one module", fn, "apply")
         if self._unit.view.summoned:
@@ -343,8 +336,7 @@ class FullyShardedDataParallel(ClientAttributes):
             remove_duplicate: whether to yield tied parameters once.
 
         Yields:
-            Each name with its parameter.
-        """
+            Each name with its parameter."""
         runtime, view = self._runtime, self._unit.view
         if runtime.backward.has_raised:  # an exception in backward has left units unsharded
             runtime.reshard_all()
@@ -364,8 +356,7 @@ class FullyShardedDataParallel(ClientAttributes):
             remove_duplicate: whether to yield shared buffers once.
 
         Yields:
-            Each name with its buffer.
-        """
+            Each name with its buffer."""
         view = self._unit.view
         for name, buffer in super().named_buffers(prefix, recurse, remove_duplicate):
             yield clean_name(name) if view.summoned else name, buffer
@@ -413,8 +404,7 @@ class FullyShardedDataParallel(ClientAttributes):
             **kwargs: the keyword arguments of ``nn.Module.state_dict``.
 
         Returns:
-            Parameters and buffers by name.
-        """
+            Parameters and buffers by name."""
         return model_state.state_dict(self, *args, filter=filter, **kwargs)
 
     def load_state_dict(
@@ -444,8 +434,7 @@ class FullyShardedDataParallel(ClientAttributes):
 
         Raises:
             CheckpointError: a key is missing or unknown, or a value does not fit. Raised before
-                anything changes.
-        """
+                anything changes."""
         return model_loading.load_state_dict(self, state_dict, strict, assign)
 
     # -- training
@@ -456,8 +445,7 @@ class FullyShardedDataParallel(ClientAttributes):
 
         The next backward outside the context reduces the sum. Until then the gradients take as much
         memory as the unsharded parameters, and ``.grad`` does not contain them. Call it on the
-        root.
-        """
+        root."""
         require_root(self._unit.is_root, self._unit.label, "no_sync()")
         self._runtime.require_idle("no_sync", ValueStateError)
         with self._runtime.no_sync():
@@ -475,8 +463,7 @@ class FullyShardedDataParallel(ClientAttributes):
             hook: if gradients are sharded, ``hook(state, grad, output)``: grad [ranks * S] is a
                 unit's flat gradient in the reduce dtype; the hook fills output [S] with this rank's
                 part. If they are not (NO_SHARD, one rank), ``hook(state, grad)`` changes grad [S]
-                in place.
-        """
+                in place."""
         calls.register_comm_hook(self._fsdp_model_unit, state, hook)
 
     def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> torch.Tensor:
@@ -493,8 +480,7 @@ class FullyShardedDataParallel(ClientAttributes):
 
         Returns:
             The norm before scaling, a 0-d tensor in the dtype to which the gradients' dtypes
-            promote.
-        """
+            promote."""
         return calls.clip_grad_norm(self, max_norm, norm_type)
 
     summon_full_params = staticmethod(calls.summon_full_params)
@@ -519,8 +505,7 @@ def register_fsdp_forward_method(
             ``generate`` until each rank has its end token. A rank that is done keeps taking part in
             the others' all-gathers. This costs one small all-reduce per round of calls and turns
             off prefetching. Default: on if gradients are disabled; off for ``fully_shard``. With
-            gradients, all ranks must make the same calls, because backward does.
-    """
+            gradients, all ranks must make the same calls, because backward does."""
     where = "register_fsdp_forward_method"
     require_module(module, where)
     if not isinstance(method_name, str):

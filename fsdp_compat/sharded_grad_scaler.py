@@ -69,8 +69,7 @@ class ShardedGradScaler(GradScaler):
 
     Raises:
         UsageError: an argument of the wrong type or out of range, or a process group without this
-            process.
-    """
+            process."""
 
     process_group: dist.ProcessGroup | None  # None: the default group
 
@@ -119,8 +118,7 @@ class ShardedGradScaler(GradScaler):
             device of the first scaled tensor.
 
         Raises:
-            UsageError: ``outputs`` is neither a floating-point tensor nor an iterable of such.
-        """
+            UsageError: ``outputs`` is neither a floating-point tensor nor an iterable of such."""
         return self._scaled(outputs) if self.is_enabled() else outputs
 
     def _scaled(self, outputs: Any) -> Any:
@@ -163,8 +161,7 @@ class ShardedGradScaler(GradScaler):
         Raises:
             StateError: nothing was scaled yet, or there is no process group.
             UsageError: ``optimizer`` is not an optimizer.
-            RuntimeError: a second call, or a call after ``step``, since the last ``update``.
-        """
+            RuntimeError: a second call, or a call after ``step``, since the last ``update``."""
         self._refuse_call("unscale_", optimizer)
         super().unscale_(optimizer)
 
@@ -189,8 +186,7 @@ class ShardedGradScaler(GradScaler):
             StateError: nothing was scaled yet, or there is no process group.
             UsageError: ``optimizer`` is not an optimizer.
             RuntimeError: a second ``step`` of this optimizer since the last ``update``, or a
-                closure.
-        """
+                closure."""
         self._refuse_call("step", optimizer)
         scale = self._scale if self.is_enabled() else None
         away = scale is not None and scale.device.type != "cpu" and _has_cpu_gradients(optimizer)
@@ -210,8 +206,7 @@ class ShardedGradScaler(GradScaler):
 
         Raises:
             StateError: nothing was scaled yet.
-            UsageError: ``new_scale`` is neither.
-        """
+            UsageError: ``new_scale`` is neither."""
         self._refuse_call("update")
         if new_scale is not None and self.is_enabled():
             new_scale = _checked_scale(new_scale, self._device)
@@ -227,8 +222,7 @@ class ShardedGradScaler(GradScaler):
         """Multiply the gradients by ``inv_scale`` []; return [] on its device: 1 if any rank has a
         non-finite gradient, else 0.
 
-        Collective: every rank of the group, with or without gradients.
-        """
+        Collective: every rank of the group, with or without gradients."""
         group = self._group()  # may raise: before any change
         device = inv_scale.device
         holder: Any = optimizer

@@ -9,8 +9,7 @@ A policy is either
 - an object with ``_run_policy(root_module, ignored_modules, root_kwargs)``, which returns the
   chosen modules, each with its keyword arguments.
 
-Torch's policies work unchanged.
-"""
+Torch's policies work unchanged."""
 
 from __future__ import annotations
 
@@ -56,8 +55,7 @@ class ModuleWrapPolicy(_Policy):
         module_classes: the classes of the modules to choose.
 
     Raises:
-        UsageError: ``module_classes`` is not an iterable of classes; also a TypeError.
-    """
+        UsageError: ``module_classes`` is not an iterable of classes; also a TypeError."""
 
     def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
         self._module_classes = set(_classes(module_classes, "ModuleWrapPolicy(...)"))
@@ -93,8 +91,7 @@ class CustomPolicy(_Policy):
             by their truth value, but a string is refused.
 
     Raises:
-        UsageError: ``lambda_fn`` is not callable; also a TypeError.
-    """
+        UsageError: ``lambda_fn`` is not callable; also a TypeError."""
 
     def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
         self._lambda_fn = _function_of_modules(lambda_fn, "CustomPolicy(lambda_fn)")
@@ -142,8 +139,7 @@ def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
         **kwargs: ignored.
 
     Returns:
-        True.
-    """
+        True."""
     return True
 
 
@@ -159,8 +155,7 @@ def lambda_auto_wrap_policy(
         lambda_fn: takes a module; bind it with ``functools.partial``.
 
     Returns:
-        Whether to look below the module (``recurse=True``), or to choose it.
-    """
+        Whether to look below the module (``recurse=True``), or to choose it."""
     decide = _function_of_modules(lambda_fn, "lambda_auto_wrap_policy(lambda_fn=...)")
     return recurse or decide(module)
 
@@ -183,8 +178,7 @@ def transformer_auto_wrap_policy(
         transformer_layer_cls: the classes; bind them with ``functools.partial``.
 
     Returns:
-        Whether to look below the module (``recurse=True``), or to choose it.
-    """
+        Whether to look below the module (``recurse=True``), or to choose it."""
     call = "transformer_auto_wrap_policy(transformer_layer_cls=...)"
     return isinstance(module, _classes(transformer_layer_cls, call)) or recurse
 
@@ -210,8 +204,7 @@ def size_based_auto_wrap_policy(
             can be. None: the attribute ``EXCLUDE_WRAP_MODULES``.
 
     Returns:
-        Whether to look below the module (``recurse=True``), or to choose it.
-    """
+        Whether to look below the module (``recurse=True``), or to choose it."""
     defaults: Any = size_based_auto_wrap_policy
     leaves = defaults.FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules
     if exclude_wrap_modules is None:
@@ -280,8 +273,7 @@ def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Iterator[None]:
 
     Raises:
         UsageError: ``wrapper_cls`` is not callable.
-        StateError: the block is nested in another one; also a NotImplementedError.
-    """
+        StateError: the block is nested in another one; also a NotImplementedError."""
     if not callable(wrapper_cls):
         raise unusable(
             "wrapper_cls",
@@ -315,8 +307,7 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
         **wrap_overrides: keyword arguments that take precedence over those of the block.
 
     Returns:
-        The wrapped module; outside an ``enable_wrap`` block ``module`` itself.
-    """
+        The wrapped module; outside an ``enable_wrap`` block ``module`` itself."""
     enabled = _enabled.get()
     if enabled is None:
         return module
@@ -352,8 +343,7 @@ def _recursive_wrap(
     parameters can be chosen too, since the wrapper need not be one that shards. With
     ``only_wrap_children`` the module itself stays unwrapped. Every call of ``wrapper_cls`` gets
     ``kwargs``. Raises UsageError if ``module`` already contains an instance of it that is not
-    ignored.
-    """
+    ignored."""
     cls = wrapper_cls if isinstance(wrapper_cls, type) else ()
     for name, inner in module.named_modules():
         if isinstance(inner, cls) and inner not in ignored_modules:
@@ -393,8 +383,7 @@ def modules_chosen_by(
     elements they hold.
 
     Each module is visited once. Its ``nonwrapped_numel`` is its own count minus those of wrapped
-    modules below it; a parameter that two children share is subtracted twice, as in torch.
-    """
+    modules below it; a parameter that two children share is subtracted twice, as in torch."""
     units: set[nn.Module] = set()
     numel_in_units: dict[nn.Module, int] = {}
 
@@ -475,8 +464,7 @@ def checked_function(policy: Callable[..., Any]) -> Callable[..., bool]:
     arguments.
 
     As in torch, it may return anything with a truth value, except a string or a dict, which would
-    be a mistake.
-    """
+    be a mistake."""
     try:
         accept: Callable[..., object] = inspect.signature(policy, follow_wrapped=False).bind
     except (TypeError, ValueError):  # a function without a signature

@@ -40,8 +40,7 @@ def communicator(axis: Axis, device: torch.device) -> Transport:
     """Return the communicator for tensors of ``device`` along an axis: one per process group.
     Raises StateError if communication along the axis has failed before.
 
-    Collective: every rank of the axis, at the first call (gloo connects then).
-    """
+    Collective: every rank of the axis, at the first call (gloo connects then)."""
     if axis.group is None:
         return SingleRank(axis, device)
     found = _communicators.setdefault(axis.group, {})

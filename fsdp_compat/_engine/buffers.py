@@ -19,8 +19,7 @@ class CastBuffers:
     """The floating-point buffers of one unit's modules, cast to the dtype of computation.
 
     The tensor objects stay the same, so code that shares a buffer keeps sharing it. The exact
-    values are kept for evaluation in full precision and for state dicts.
-    """
+    values are kept for evaluation in full precision and for state dicts."""
 
     def __init__(self, modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
         """Cast the buffers of ``modules`` (without submodules), before the first forward."""

@@ -67,8 +67,7 @@ def norm_of(
     """Return the norm of the gradients of sharded groups and of ``whole``, which every rank holds
     whole: 0-d, in fp32 (fp64 for fp64 parameters). norm_type: positive, or inf.
 
-    Collective: all ranks, with the same groups; one all-reduce per shard axis.
-    """
+    Collective: all ranks, with the same groups; one all-reduce per shard axis."""
     whole = [_norm_of_dtensor(g, norm_type) if _torch_private.is_dtensor(g) else g for g in whole]
     # Those of the parameters, because ranks do not know each other's gradients.
     dtypes = [group.store.dtype for group, _ in sharded] + [grad.dtype for grad in whole]

@@ -170,8 +170,7 @@ def on_gradients_of_inputs(
 
     Until the call ends, each tensor is replaced by an alias: the gradient of the tensor itself is
     complete only when all calls with this input have run. Gradients on other devices do not count,
-    because another thread computes them, at a time of its own on each rank.
-    """
+    because another thread computes them, at a time of its own on each rank."""
     inputs = call.inputs = Inputs()
     reference = weakref.ref(inputs)  # the tensor may outlive it
     aliases: dict[int, Tensor] = {}

@@ -328,8 +328,7 @@ def mark(module: nn.Module, ignored: Collection[nn.Module]) -> None:
     """Mark a unit's modules, except ignored ones, as torch does; before the unit is constructed.
 
     Dynamo reads the marks, and so does transformers' generate, to keep ranks together. Always with
-    use_orig_params=True: Dynamo refuses the other, but forward sees unsharded parameters here.
-    """
+    use_orig_params=True: Dynamo refuses the other, but forward sees unsharded parameters here."""
     for child in module.modules():
         if child not in ignored and _MARKS[0] not in child.__dict__:
             attributes = dict(child.__dict__)

@@ -55,8 +55,7 @@ def assign_owners(
     """Return the parameters of each unit: a parameter belongs to the lowest unit that can be called
     and contains all its uses, and so is unsharded in each of them.
 
-    skip: parameters that are not managed. closed: modules that are sharded already.
-    """
+    skip: parameters that are not managed. closed: modules that are sharded already."""
     chains: dict[nn.Parameter, list[tuple[nn.Module, ...]]] = {}
     slots: dict[nn.Parameter, dict[tuple[nn.Module, str], None]] = {}
     names: dict[nn.Parameter, list[str]] = {}

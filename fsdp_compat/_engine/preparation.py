@@ -41,8 +41,7 @@ class Preparation:
         ``reset_parameters``. broadcast_over: the mesh whose first rank's values all ranks take, if
         any, except for ``not_broadcast``.
 
-        Raises UsageError if a module on the meta device cannot be initialized.
-        """
+        Raises UsageError if a module on the meta device cannot be initialized."""
         self._root, self._device, self._init = root, device, init
         self._broadcast_over, self._not_broadcast = broadcast_over, not_broadcast
         self._done = {below for child in closed for below in child.modules()}

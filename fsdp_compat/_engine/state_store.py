@@ -31,8 +31,7 @@ class StateStore(ParamStore, typing.Protocol):
     Parameters are identified by their *index* in ``orig_params``. Each rank holds one run of the
     row-major elements of a parameter, or one box if it is cut along another dim than the first;
     either is one run of the rank's shard. Each *section* is a run of the shard that one layout
-    cuts: one in a store of flat parameters, else one for each.
-    """
+    cuts: one in a store of flat parameters, else one for each."""
 
     orig_params: Sequence[ParamSlots]
     kinds: Sequence[ParamKind]  # per parameter

@@ -119,8 +119,7 @@ class ParamStore(typing.Protocol):
 
     In training a store only returns views, which the engine requests once per buffer and keeps; it
     never sends, allocates, frees, copies or adds. Communication buffers are 1-D ``[ranks * S]``,
-    rank-major: segment r belongs to rank r.
-    """
+    rank-major: segment r belongs to rank r."""
 
     numel: int  # S, the same on every rank
     dtype: torch.dtype  # of the shard; gathers and reductions may use others

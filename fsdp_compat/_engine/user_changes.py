@@ -105,8 +105,7 @@ class Freshness:
 
     Version counters are not enough: an in-place operation on a DTensor bumps only its counter, a
     write to its local tensor only that tensor's, foreach and fused optimizers neither. So steps are
-    counted, of optimizers that concern the unit: no rank may gather alone because of others.
-    """
+    counted, of optimizers that concern the unit: no rank may gather alone because of others."""
 
     def __init__(self, stores: Sequence[ParamStore]) -> None:
         self._params: list[nn.Parameter] = [

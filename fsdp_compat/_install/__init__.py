@@ -8,8 +8,7 @@ install_checks   raises if install() comes too late
 torch_internals  parts of torch that compare classes
 client_fixes     bugs of clients that make results wrong
 log              FSDP_COMPAT_LOG=install
-run              ``fsdp-compat run``
-"""
+run              ``fsdp-compat run``"""
 
 from __future__ import annotations
 
@@ -38,8 +37,7 @@ def install(*, fix_clients: bool = True) -> None:
 
     Raises StateError, with nothing changed, if a class was already derived from torch's
     FullyShardedDataParallel, if a model is already sharded by torch, or if this torch is too old.
-    Warns about classes derived from other classes of torch's FSDP.
-    """
+    Warns about classes derived from other classes of torch's FSDP."""
     global _installed
     with _lock:
         if _installed is None:
@@ -63,8 +61,7 @@ def uninstall() -> None:
     then lack the patches: torch.nn.utils.clip_grad_norm_, for example, sees only this rank's
     shards. Sharding another model makes them again. Modules that had imported names of
     torch.distributed.fsdp before ``install()``, and torch's own, get torch's back. Names that other
-    modules have imported since stay fsdp_compat's, like those imported from fsdp_compat.
-    """
+    modules have imported since stay fsdp_compat's, like those imported from fsdp_compat."""
     global _installed
     with _lock:
         for each in (*client_fixes.PATCHES, *torch_internals.PATCHES):

@@ -4,8 +4,7 @@ that it does not.
 - torch.distributed.pipelining sees ours and torch's ``replicate`` as sharded modules.
 - torch's own package ``_fully_shard`` stays, as dynamo and ``replicate`` are built on it, but its
   public names are ours; where dynamo saves compiled code, it also finds our classes.
-- torch.distributed._tools.fsdp2_mem_tracker looks into torch's modules: it refuses ours.
-"""
+- torch.distributed._tools.fsdp2_mem_tracker looks into torch's modules: it refuses ours."""
 
 from __future__ import annotations
 

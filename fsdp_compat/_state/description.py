@@ -50,8 +50,7 @@ class UnitDescription:
         own_numel: the number of these that this rank holds.
         shard_nbytes: the bytes of the parameters on this rank, with padding.
         gathered_nbytes: the bytes of the output of an all-gather, with padding; 0 with one rank.
-        dtypes: the dtypes (stored, computed in, reduced in), each combination once.
-    """
+        dtypes: the dtypes (stored, computed in, reduced in), each combination once."""
 
     name: str
     strategy: str
@@ -110,8 +109,7 @@ class Description:
 
     Attributes:
         units: the units, outer ones first.
-        whole: the parameters and buffers that every rank holds whole, by name.
-    """
+        whole: the parameters and buffers that every rank holds whole, by name."""
 
     units: tuple[UnitDescription, ...]
     whole: Mapping[str, Tensor]
@@ -150,8 +148,7 @@ def describe(model: nn.Module) -> Description:
 
     Raises:
         UsageError: ``model`` is a module inside a unit, which may hold parts of the unit's
-            parameters.
-    """
+            parameters."""
     require_module(model, "describe")
     if is_marked(model) and ATTRIBUTE not in model.__dict__:
         raise UsageError.of(

@@ -41,8 +41,7 @@ def set_state_dict_type(
         The previous settings; of a model that mixes both front ends, those of its wrapped modules.
 
     Raises:
-        UsageError: a setting does not fit the kind or the model, or the units differed before.
-    """
+        UsageError: a setting does not fit the kind or the model, or the units differed before."""
     require_module(module, "set_state_dict_type")
     kind = as_ours(state_dict_type, StateDictType, "state_dict_type")
     if kind is None:
@@ -113,8 +112,7 @@ def get_state_dict_type(module: nn.Module) -> StateDictSettings:
         The kind and both settings.
 
     Raises:
-        UsageError: the units differ, or there are none; also an AssertionError.
-    """
+        UsageError: the units differ, or there are none; also an AssertionError."""
     require_module(module, "get_state_dict_type")
     return _one_form(model_units_in(module), module)
 
@@ -148,8 +146,7 @@ def state_dict_type(
         module: the model, or a module around or in it.
         state_dict_type: the kind of the state dicts of the model and its optimizer.
         state_dict_config: settings of the model's state dicts.
-        optim_state_dict_config: settings of the optimizer's state dicts.
-    """
+        optim_state_dict_config: settings of the optimizer's state dicts."""
     require_module(module, "state_dict_type")
     try:
         with in_form(model_units_in(module)):

@@ -43,8 +43,7 @@ class OptimStateKeyType(enum.Enum):
 
     Attributes:
         PARAM_NAME: by the names of parameters.
-        PARAM_ID: by numbers.
-    """
+        PARAM_ID: by numbers."""
 
     PARAM_NAME = enum.auto()
     PARAM_ID = enum.auto()
@@ -81,8 +80,7 @@ def optim_state_dict(
         group: its rank 0 gets the result if ``rank0_only`` is set; None: the model's group.
 
     Returns:
-        The dict with "state" and "param_groups".
-    """
+        The dict with "state" and "param_groups"."""
     where = "optim_state_dict(model, optim, optim_state_dict)"
     require_model_and_optimizer(model, optim, where)
     require_group(group, where)
@@ -125,8 +123,7 @@ def optim_state_dict_to_load(
         The dict for this rank, with "param_groups" if the given dict has them.
 
     Raises:
-        CheckpointError: the dict does not fit the model and the optimizer.
-    """
+        CheckpointError: the dict does not fit the model and the optimizer."""
     where = "optim_state_dict_to_load(model, optim, optim_state_dict)"
     require_model_and_optimizer(model, optim, where)
     require_group(group, where)
@@ -153,8 +150,7 @@ def check(model: nn.Module, optimizer: Optimizer) -> list[str]:
     of the copy fails: call it again after the first real step.
 
     Warns, as the first step does, of an optimizer that is wrong on shards, because its update of a
-    parameter needs the whole: Muon, Adafactor, LARS. ``GatheredOptimizer`` is the way out.
-    """
+    parameter needs the whole: Muon, Adafactor, LARS. ``GatheredOptimizer`` is the way out."""
     where = "optim.check(model, optimizer)"
     require_model_and_optimizer(model, optimizer, where, "optimizer")
     label = f"the state of {type(optimizer).__name__}"
@@ -193,8 +189,7 @@ def full_optim_state_dict(
         group: its rank 0 gets the result with ``rank0_only``; None: the model's group.
 
     Returns:
-        The dict with "state" and "param_groups".
-    """
+        The dict with "state" and "param_groups"."""
     where = _called("full_optim_state_dict", "optim_state_dict", model, optim, group)
     require_bools(where, rank0_only=rank0_only)
     groups = _groups_of(optim_input, optim, model, where)
@@ -217,8 +212,7 @@ def sharded_optim_state_dict(
         group: accepted for compatibility.
 
     Returns:
-        The dict with "state" and "param_groups".
-    """
+        The dict with "state" and "param_groups"."""
     where = _called("sharded_optim_state_dict", "optim_state_dict", model, optim, group)
     form = ExportForm(Values.BOXES, to_cpu=True, first_step=True)
     return export_optim_state(model, optim, optim.param_groups, None, form, where)
@@ -241,8 +235,7 @@ def shard_full_optim_state_dict(
         optim: the optimizer; default: one over all parameters of the model.
 
     Returns:
-        The dict that the optimizer loads on this rank.
-    """
+        The dict that the optimizer loads on this rank."""
     where = _called("shard_full_optim_state_dict", _TO_LOAD, model, optim)
     return _to_load(full_optim_state_dict, model, optim_input, optim, where)
 
@@ -263,8 +256,7 @@ def flatten_sharded_optim_state_dict(
         optim: its optimizer.
 
     Returns:
-        The dict that the optimizer loads on this rank.
-    """
+        The dict that the optimizer loads on this rank."""
     where = _called("flatten_sharded_optim_state_dict", _TO_LOAD, model, optim)
     require_model_and_optimizer(model, optim, where)
     return _to_load(sharded_optim_state_dict, model, None, optim, where)
@@ -292,8 +284,7 @@ def scatter_full_optim_state_dict(
         group: accepted for compatibility.
 
     Returns:
-        The dict that the optimizer loads on this rank.
-    """
+        The dict that the optimizer loads on this rank."""
     where = _called("scatter_full_optim_state_dict", _TO_LOAD, model, optim, group)
     return _to_load(full_optim_state_dict, model, optim_input, optim, where, from_rank0=True)
 
@@ -323,8 +314,7 @@ def rekey_optim_state_dict(
 
     Raises:
         CheckpointError: keys of both kinds, or of a parameter that the model or the optimizer does
-            not have.
-    """
+            not have."""
     where = _called("rekey_optim_state_dict", _TO_LOAD, model, optim)
     kind = as_ours(optim_state_key_type, OptimStateKeyType, "optim_state_key_type")
     if kind is None:

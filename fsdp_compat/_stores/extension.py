@@ -76,8 +76,7 @@ class ExtensionStore(RowStore):
     """A group of tensor subclasses with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``.
 
     The local tensors of the sharded parameters have memory of their own. The shard is a torch.uint8
-    tensor, filled with what the subclasses send before each all-gather.
-    """
+    tensor, filled with what the subclasses send before each all-gather."""
 
     has_extension = True
 

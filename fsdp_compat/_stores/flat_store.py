@@ -39,8 +39,7 @@ class ShardParamInfo(typing.NamedTuple):
 class FlatParameter(nn.Parameter):
     """This rank's shard of a unit's flattened parameters of one dtype: 1-D, with padding.
 
-    The optimizer updates it.
-    """
+    The optimizer updates it."""
 
     _fsdp_flattened = _is_flat_param = True  # by which clients recognise a FlatParameter
     _layout: FlatLayout
@@ -51,8 +50,7 @@ class FlatParameter(nn.Parameter):
 
         Args:
             layout: where each parameter of the unit lies in the flat buffer.
-            rank: the position of this rank's shard.
-        """
+            rank: the position of this rank's shard."""
         self._layout, self._rank = layout, rank
 
     @property

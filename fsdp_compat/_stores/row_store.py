@@ -211,8 +211,7 @@ class RowStore(StateStore):
         show them.
 
         Returns True if the group must be rebuilt because its layout, shard or parameters have been
-        replaced. Raises StateError, with nothing changed, for parameters that do not fit.
-        """
+        replaced. Raises StateError, with nothing changed, for parameters that do not fit."""
         present = [member.present() for member in self.orig_params]
         for param, parameter, member in zip(self._params, present, self.orig_params, strict=True):
             param.require_fit(parameter, self.rank, member.name)

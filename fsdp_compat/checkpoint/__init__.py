@@ -12,8 +12,7 @@ but ``latest`` without a model are collective; ``files`` is for one process with
 - ``latest``: the newest complete checkpoint in the folder of a run
 - ``save_safetensors``, ``load_safetensors``: weights, as Hugging Face has them
 - ``iter_full_state_dict``: whole tensors, one unit at a time, for any other format
-- ``files``: inspect, verify, compare, convert and list checkpoints of any format
-"""
+- ``files``: inspect, verify, compare, convert and list checkpoints of any format"""
 
 from . import files
 from ._directory import latest

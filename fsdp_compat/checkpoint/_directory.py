@@ -60,8 +60,7 @@ def latest(folder: str | os.PathLike[str], model: nn.Module | None = None) -> Pa
 
     With a folder per node, nodes may differ: if the job ends while a save gives the checkpoint its
     name, some have it and others do not. Pass the model on all ranks to get
-    the highest step that all of them have, of the same save. Collective then: all ranks.
-    """
+    the highest step that all of them have, of the same save. Collective then: all ranks."""
     complete = complete_in(folder)
     if model is None:
         newest = next(complete, None)

@@ -49,8 +49,7 @@ def iter_full_state_dict(
 
     Collective: all ranks iterate in step, to the end or until they all stop at the same name. A
     rank holds one unsharded unit and the last yielded tensor. Extra state is left out: it is not a
-    tensor.
-    """
+    tensor."""
     require_module(model, _WHERE)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise wrong_type("dtype", "a floating-point dtype, or None", dtype, _WHERE)

@@ -136,8 +136,7 @@ def load(
             with different settings were saved as one; one of the files is missing, truncated,
             changed or from another checkpoint. If a file changes or becomes unreadable after it
             was checked, or the model or the optimizer refuses a value, the error says that both
-            may be partly changed.
-    """
+            may be partly changed."""
     report = _load("load", path, model, optimizer, rename, dtype, strict, ignore_class, progress)
     assert report is not None
     return report
@@ -167,8 +166,7 @@ def resume(
             other files. A damaged checkpoint, or one that only some ranks have, always raises.
 
     Raises:
-        UsageError, CheckpointError: as ``load``; also if the ranks have no checkpoint in common.
-    """
+        UsageError, CheckpointError: as ``load``; also if the ranks have no checkpoint in common."""
     report = _load("resume", folder, model, optimizer, progress=progress, is_required=False)
     extra: _Extra = default if report is None else report.extra
     return extra
@@ -186,8 +184,7 @@ def load_safetensors(
     """Load weights from safetensors files, as ``load`` without an optimizer does. Collective.
 
     path: a file, an index (``model.safetensors.index.json``), or a directory with an index or with
-    files. The other arguments, and what is raised, are those of ``load``.
-    """
+    files. The other arguments, and what is raised, are those of ``load``."""
     report = _load("load_safetensors", path, model, None, rename, dtype, strict, (), progress)
     assert report is not None
     return report

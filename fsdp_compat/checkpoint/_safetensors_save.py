@@ -57,8 +57,7 @@ def save_safetensors(
     Raises:
         UsageError: an argument is invalid, or the files exist; on all ranks, before anything is
             written.
-        CheckpointError: a rank could not write; on all ranks. None of the files exists then.
-    """
+        CheckpointError: a rank could not write; on all ranks. None of the files exists then."""
     call, unsaved = "checkpoint.save_safetensors", "The weights could not be saved."
     units, ranks = ranks_of(model, call)
     is_first = ranks.number == 0

@@ -77,8 +77,7 @@ def save(
             Earlier checkpoints are unchanged. If this one is complete nevertheless, the message
             says so. Also raised, before anything is written, if an earlier ``async_save`` failed
             and its ``wait`` was never called.
-        StateError: another rank has ended or was interrupted. Slow ranks are waited for.
-    """
+        StateError: another rank has ended or was interrupted. Slow ranks are waited for."""
     return _SaveJob(False, folder, model, optimizer, extra, step, keep_last, progress).write()
 
 
@@ -98,8 +97,7 @@ def async_save(
     Collective. The copy is on the CPU and as large as this rank's shards. A process runs one save
     at a time: the next one waits for it. Arguments and errors are those of ``save``: errors about
     arguments are raised here, errors while writing from ``wait``. If ``wait`` is never called, the
-    next save or load raises the error on all ranks, or it is printed when the process ends.
-    """
+    next save or load raises the error on all ranks, or it is printed when the process ends."""
     return AsyncSave(_SaveJob(True, folder, model, optimizer, extra, step, keep_last, progress))
 
 

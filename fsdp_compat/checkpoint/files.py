@@ -10,8 +10,7 @@
 
 Formats: native checkpoints of ``checkpoint.save``, torch.distributed.checkpoint, torch.save (one
 file, or one per rank), safetensors, and directories of Accelerate, Lightning and the Trainer. The
-commands of ``fsdp-compat`` have the same arguments. What is returned has ``as_json()``.
-"""
+commands of ``fsdp-compat`` have the same arguments. What is returned has ``as_json()``."""
 
 from ._tools.convert import convert
 from ._tools.difference import diff

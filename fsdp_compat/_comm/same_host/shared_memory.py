@@ -45,8 +45,7 @@ class Chunk:
     """A range of addresses and the file mapped there, whose pages are allocated when written to.
 
     ``frozen`` blocks are private mappings of an earlier file. A chunk that has lost its file at a
-    fork has only private blocks, and hands out no more.
-    """
+    fork has only private blocks, and hands out no more."""
 
     def __init__(self, index: int, nbytes: int, token: bytes) -> None:
         """Raises OSError if the system refuses."""

@@ -42,8 +42,7 @@ class SameHostTransport(GlooTransport):
     its part when it ends the exchange, and replies with an *ack* by its own counters; the sender
     must not modify the memory before it arrives. Waits for both are like waits for gloo.
 
-    A rank whose communication fails says so in its counters; readers check it after reading.
-    """
+    A rank whose communication fails says so in its counters; readers check it after reading."""
 
     def __init__(
         self,

@@ -59,8 +59,7 @@ def summon_full_params(
 
     Raises:
         UsageError: ``rank0_only`` together with ``writeback``; also a NotImplementedError.
-        StateError: a forward or backward is running.
-    """
+        StateError: a forward or backward is running."""
     where = "summon_full_params"
     require_module(module, where)
     require_bools(

@@ -306,8 +306,7 @@ def plan_wrapping(
 
     Raises:
         UsageError: ``policy`` is not a policy, has unusable arguments, or returns an unusable
-            value.
-    """
+            value."""
     run_policy = getattr(policy, "_run_policy", None)
     if isinstance(policy, type) or not (callable(run_policy) or callable(policy)):
         raise _not_a_policy(policy, root)

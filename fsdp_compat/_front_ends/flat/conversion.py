@@ -33,8 +33,7 @@ def convert(units: Sequence[FlatUnit], wanted: Mapping[FlatStore, torch.dtype]) 
     changes.
 
     The Parameter objects stay the same. Raises ValueStateError, before anything changes, if the
-    model has run.
-    """
+    model has run."""
     changed = [
         each
         for each in units

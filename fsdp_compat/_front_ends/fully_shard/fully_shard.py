@@ -99,8 +99,7 @@ def fully_shard(
         ``module``, or the given list, whose modules are instances of FSDPModule now.
 
     Raises:
-        UsageError: an argument or a module cannot be used. Nothing was changed.
-    """
+        UsageError: an argument or a module cannot be used. Nothing was changed."""
     planned = plan(
         module,
         state.owners,

@@ -14,8 +14,7 @@ class UnshardHandle:
 
         A second call does nothing.
 
-        Collective: all ranks of the module's mesh.
-        """
+        Collective: all ranks of the module's mesh."""
 
 
 class UnitHandle(UnshardHandle):
@@ -42,8 +41,7 @@ class GradientReductionHandle:
     """Returned by ``FSDPModule.finalize_backward(async_op=True)``.
 
     Args:
-        runtime: reduces the gradients; None: there are none.
-    """
+        runtime: reduces the gradients; None: there are none."""
 
     def __init__(self, runtime: Runtime | None) -> None:
         self._runtime = runtime
@@ -53,8 +51,7 @@ class GradientReductionHandle:
 
         A second call does nothing.
 
-        Collective: all ranks of the model's mesh.
-        """
+        Collective: all ranks of the model's mesh."""
         runtime, self._runtime = self._runtime, None
         if runtime is not None:
             runtime.backward.end_finalize()

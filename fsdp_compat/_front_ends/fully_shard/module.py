@@ -45,8 +45,7 @@ class FSDPModule(_Module):
 
     Setters may be called at any time between steps; those that affect communication need the same
     values on all ranks. With ``recurse=True`` they also set the value for all sharded modules
-    inside.
-    """
+    inside."""
 
     _orig_cls_mro_index: int = 2  # of the module's own class: [FSDPLinear, FSDPModule, Linear, ...]
 
@@ -61,8 +60,7 @@ class FSDPModule(_Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module with unsharded parameters.
 
-        Collective: all ranks of the model's mesh.
-        """
+        Collective: all ranks of the model's mesh."""
         state = self._get_fsdp_state()
         runtime = state.runtime
         if runtime is None or runtime.stale:
@@ -111,8 +109,7 @@ class FSDPModule(_Module):
             **kwargs: its keyword arguments.
 
         Returns:
-            Parameters and buffers by name.
-        """
+            Parameters and buffers by name."""
         given = {**kwargs, **dict(zip(("destination", "prefix"), args, strict=False))}
         result: dict[str, Any] = self._get_fsdp_state().state_dict_of(
             self,
@@ -136,8 +133,7 @@ class FSDPModule(_Module):
             The missing and the unexpected keys.
 
         Raises:
-            CheckpointError: the state dict does not fit.
-        """
+            CheckpointError: the state dict does not fit."""
         state = self._get_fsdp_state()
         refuse_missing(state.record, state_dict)
         if state.unit is not None and state.unit.runtime is not None:
@@ -157,8 +153,7 @@ class FSDPModule(_Module):
     def reshard(self) -> None:
         """Free this module's unsharded parameters, and show the sharded ones.
 
-        Sharded modules inside keep theirs. Nothing happens while the module's forward runs.
-        """
+        Sharded modules inside keep theirs. Nothing happens while the module's forward runs."""
         self._get_fsdp_state().reshard()
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
@@ -173,8 +168,7 @@ class FSDPModule(_Module):
             async_op: only start, and return a handle. The module's forward waits by itself.
 
         Returns:
-            A handle whose ``wait`` makes the parameters readable; None without ``async_op``.
-        """
+            A handle whose ``wait`` makes the parameters readable; None without ``async_op``."""
         async_op = truth("async_op", async_op, "unshard")
         state = self._get_fsdp_state()
         unit = state.ready_unit()
@@ -198,8 +192,7 @@ class FSDPModule(_Module):
         Collective: all ranks of the model's mesh, if communication is in flight.
 
         Raises:
-            StateError: the module is not the root.
-        """
+            StateError: the module is not the root."""
         state = self._get_fsdp_state()
         require_root(state.is_root, state.label, "reset_iter_state()")
         if state.runtime is not None:
@@ -210,8 +203,7 @@ class FSDPModule(_Module):
 
         Args:
             reshard_after_forward: replaces what ``fully_shard`` was called with.
-            recurse: whether to include all sharded modules inside.
-        """
+            recurse: whether to include all sharded modules inside."""
         where = "set_reshard_after_forward"
         if not isinstance(reshard_after_forward, bool):
             raise wrong_type("reshard_after_forward", "a bool", reshard_after_forward, where)
@@ -229,8 +221,7 @@ class FSDPModule(_Module):
         Args:
             reshard_after_backward: False saves the all-gather of the next forward, for gradient
                 accumulation.
-            recurse: whether to include all sharded modules inside.
-        """
+            recurse: whether to include all sharded modules inside."""
         where = "set_reshard_after_backward"
         flag = truth("reshard_after_backward", reshard_after_backward, where)
         for state in self._states(recurse):
@@ -241,8 +232,7 @@ class FSDPModule(_Module):
 
         Args:
             unshard_in_backward: False is for modules whose backward does not read their parameters,
-                such as embeddings.
-        """
+                such as embeddings."""
         flag = truth("unshard_in_backward", unshard_in_backward, "set_unshard_in_backward")
         self._get_fsdp_state().behavior.unshard_in_backward = flag
 
@@ -251,8 +241,7 @@ class FSDPModule(_Module):
 
         Args:
             keep: True keeps the memory, and so the data pointers.
-            recurse: whether to include all sharded modules inside.
-        """
+            recurse: whether to include all sharded modules inside."""
         flag = truth("keep", keep, "set_keep_unsharded_storage")
         for state in self._states(recurse):
             state.behavior.keeps_storage = flag
@@ -262,8 +251,7 @@ class FSDPModule(_Module):
 
         Args:
             modules: sharded modules, in the order of their all-gathers. They replace the module
-                that came next in the last forward.
-        """
+                that came next in the last forward."""
         states = _states_of(modules, "set_modules_to_forward_prefetch")
         self._get_fsdp_state().behavior.forward_prefetch = [each.behavior for each in states]
 
@@ -272,8 +260,7 @@ class FSDPModule(_Module):
 
         Args:
             modules: sharded modules, in the order of their all-gathers. They replace the module
-                that came next in the last backward.
-        """
+                that came next in the last backward."""
         states = _states_of(modules, "set_modules_to_backward_prefetch")
         self._get_fsdp_state().behavior.backward_prefetch = [each.behavior for each in states]
 
@@ -283,8 +270,7 @@ class FSDPModule(_Module):
         """Accepted for compatibility: every backward waits for the reductions that it starts.
 
         Args:
-            is_last_backward: ignored.
-        """
+            is_last_backward: ignored."""
         truth("is_last_backward", is_last_backward, "set_is_last_backward")
 
     def set_requires_gradient_sync(
@@ -295,8 +281,7 @@ class FSDPModule(_Module):
         Args:
             requires_gradient_sync: False accumulates them on each rank in the dtype of the
                 reduction, for gradient accumulation without communication.
-            recurse: whether to include all sharded modules inside.
-        """
+            recurse: whether to include all sharded modules inside."""
         where = "set_requires_gradient_sync"
         flag = truth("requires_gradient_sync", requires_gradient_sync, where)
         for state in self._states(recurse):
@@ -307,8 +292,7 @@ class FSDPModule(_Module):
 
         Args:
             requires_all_reduce: False accumulates them until a backward with True.
-            recurse: whether to include all sharded modules inside.
-        """
+            recurse: whether to include all sharded modules inside."""
         flag = truth("requires_all_reduce", requires_all_reduce, "set_requires_all_reduce")
         for state in self._states(recurse):
             state.set_reduction(over_replicas=flag)
@@ -317,8 +301,7 @@ class FSDPModule(_Module):
         """Set, on the root, whether only ``finalize_backward`` reduces gradients.
 
         Args:
-            enabled: True lets backwards accumulate until it is called.
-        """
+            enabled: True lets backwards accumulate until it is called."""
         where = "set_manual_backward_finalization"
         flag, state = truth("enabled", enabled, where), self._get_fsdp_state()
         require_root(state.is_root, state.label, f"{where}()")
@@ -344,8 +327,7 @@ class FSDPModule(_Module):
 
         Raises:
             StateError: manual finalization is off, or a module's gradient synchronization or its
-                all-reduce over replicas is.
-        """
+                all-reduce over replicas is."""
         async_op = truth("async_op", async_op, "finalize_backward")
         state = self._get_fsdp_state()
         require_root(state.is_root, state.label, "finalize_backward()")
@@ -365,8 +347,7 @@ class FSDPModule(_Module):
 
         Args:
             reduce_scatter_unused_params: True is needed where ranks use different parameters.
-            recurse: whether to include all sharded modules inside.
-        """
+            recurse: whether to include all sharded modules inside."""
         where = "set_reduce_scatter_unused_params"
         flag = truth("reduce_scatter_unused_params", reduce_scatter_unused_params, where)
         for state in self._states(recurse):
@@ -376,8 +357,7 @@ class FSDPModule(_Module):
         """Set what gradients of this module are divided by.
 
         Args:
-            factor: a number above 0, in place of the number of ranks.
-        """
+            factor: a number above 0, in place of the number of ranks."""
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 0:
             raise wrong_type("factor", "a number above 0", factor, "set_gradient_divide_factor")
         self._get_fsdp_state().set_reduction(divide_by=float(factor))
@@ -387,16 +367,14 @@ class FSDPModule(_Module):
         """Old name of ``set_gradient_divide_factor``.
 
         Args:
-            factor: a number above 0.
-        """
+            factor: a number above 0."""
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Accepted for compatibility: collectives always sum, and division is separate.
 
         Args:
-            enable: ignored.
-        """
+            enable: ignored."""
         truth("enable", enable, "set_force_sum_reduction_for_comms")
 
     def set_all_reduce_hook(
@@ -414,8 +392,7 @@ class FSDPModule(_Module):
 
         Raises:
             UsageError: ``hook`` is not a function of one tensor, or the mesh has replicas and a
-                stream was given, or the module's parameters are on several meshes.
-        """
+                stream was given, or the module's parameters are on several meshes."""
         state = self._get_fsdp_state()
         _require_one_mesh(state, "set_all_reduce_hook")
         if not callable(hook) or not takes(hook, 1):
@@ -437,8 +414,7 @@ class FSDPModule(_Module):
         Needed for optimizers that step on another stream.
 
         Args:
-            event: recorded on that stream after the step.
-        """
+            event: recorded on that stream after the step."""
         if not callable(getattr(event, "wait", None)):
             raise wrong_type("event", "a torch.Event", event, "set_post_optim_event")
         self._get_fsdp_state().post_optim_event = event
@@ -449,8 +425,7 @@ class FSDPModule(_Module):
         """Let a user-defined function run this module's all-gathers, with its own buffers.
 
         Args:
-            comm: an AllGather, or a function with a method ``allocate``.
-        """
+            comm: an AllGather, or a function with a method ``allocate``."""
         state = self._get_fsdp_state()
         _require_one_mesh(state, "set_custom_all_gather")
         _require_comm(comm, "an AllGather", "set_custom_all_gather")
@@ -460,8 +435,7 @@ class FSDPModule(_Module):
         """Let a user-defined function run this module's reduce-scatters, with its own buffers.
 
         Args:
-            comm: a ReduceScatter, or a function with a method ``allocate``.
-        """
+            comm: a ReduceScatter, or a function with a method ``allocate``."""
         state = self._get_fsdp_state()
         _require_one_mesh(state, "set_custom_reduce_scatter")
         _require_comm(comm, "a ReduceScatter", "set_custom_reduce_scatter")
@@ -476,8 +450,7 @@ class FSDPModule(_Module):
 
         Args:
             max_input_buffers: a number above 0; the root's counts.
-            recurse: whether to include all sharded modules inside.
-        """
+            recurse: whether to include all sharded modules inside."""
         where = "set_reduce_scatter_max_input_buffers"
         is_number = isinstance(max_input_buffers, int) and not isinstance(max_input_buffers, bool)
         if not is_number or max_input_buffers < 1:
@@ -498,8 +471,7 @@ class FSDPModule(_Module):
 
         Args:
             enable: ignored.
-            recurse: ignored.
-        """
+            recurse: ignored."""
         truth("enable", enable, "set_separate_reduce_scatter_group")
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
@@ -508,16 +480,14 @@ class FSDPModule(_Module):
         Torch's FSDP does the same where the backend cannot allocate.
 
         Args:
-            enable: ignored.
-        """
+            enable: ignored."""
         truth("enable", enable, "set_allocate_memory_from_process_group_for_comm")
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """Accepted for compatibility: symmetric memory is not used.
 
         Args:
-            backend: ignored.
-        """
+            backend: ignored."""
 
     # -- what torch calls
 
@@ -654,6 +624,5 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
         modules: sharded modules.
 
     Raises:
-        UsageError: ``modules`` are not sharded modules.
-    """
+        UsageError: ``modules`` are not sharded modules."""
     _states_of(modules, "share_comm_ctx")

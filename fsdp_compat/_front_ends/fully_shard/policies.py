@@ -36,8 +36,7 @@ class MixedPrecisionPolicy:
             Default True.
         param_dtype_override_fn: called once for each parameter when ``fully_shard`` is applied.
             Returns the dtype that this parameter computes in: its original one, ``param_dtype``, or
-            None for ``param_dtype``. Must answer alike on all ranks.
-    """
+            None for ``param_dtype``. Must answer alike on all ranks."""
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
@@ -61,8 +60,7 @@ class CPUOffloadPolicy(OffloadPolicy):
 
     Attributes:
         pin_memory: whether to pin this memory, so that copies to and from the device overlap with
-            computation. Default True.
-    """
+            computation. Default True."""
 
     pin_memory: bool = True
 
@@ -78,8 +76,7 @@ class DataParallelMeshDims:
         replicate: the dimensions over which parameters are replicated.
 
     Raises:
-        UsageError: neither is given.
-    """
+        UsageError: neither is given."""
 
     shard: str | tuple[str, ...] | None = None
     replicate: str | tuple[str, ...] | None = None
@@ -123,8 +120,7 @@ class DataParallelMeshInfo:
         spmd_mesh: the mesh that ``mesh`` is a part of.
 
     Raises:
-        UsageError: neither dimension is given; also an AssertionError.
-    """
+        UsageError: neither dimension is given; also an AssertionError."""
 
     mesh: DeviceMesh
     shard_mesh_dim: int | None = None
@@ -213,8 +209,7 @@ class ShardPlacementResult:
 
     Attributes:
         placement: ``Shard(dim)``; None: ``Shard(0)``.
-        mesh_info: the mesh to shard the parameter over.
-    """
+        mesh_info: the mesh to shard the parameter over."""
 
     placement: Shard | None
     mesh_info: FSDPMeshInfo
@@ -238,8 +233,7 @@ class Comm(abc.ABC):
             device: its device.
 
         Returns:
-            A contiguous tensor.
-        """
+            A contiguous tensor."""
 
 
 class AllGather(Comm):
@@ -264,8 +258,7 @@ class AllGather(Comm):
             async_op: always False when fsdp_compat calls.
 
         Returns:
-            The work to wait for, or None.
-        """
+            The work to wait for, or None."""
 
 
 class ReduceScatter(Comm):
@@ -292,5 +285,4 @@ class ReduceScatter(Comm):
             async_op: always False when fsdp_compat calls.
 
         Returns:
-            The work to wait for, or None.
-        """
+            The work to wait for, or None."""

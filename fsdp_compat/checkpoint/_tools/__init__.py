@@ -23,5 +23,4 @@ Readers and writers, by format:
   ``client_directories``
 
 What users call, as `checkpoint.files`: ``convert``, ``listing``, and with ``arithmetic``
-``inspection``, ``verification`` and ``difference``; from a shell ``commands``, with ``tables``.
-"""
+``inspection``, ``verification`` and ``difference``; from a shell ``commands``, with ``tables``."""

@@ -52,8 +52,7 @@ def read_client_directory(
 
     Schedulers, scalers and registered objects are in ``extra``; the state of single processes, such
     as random numbers, is named in ``left_out``. ignore_class: as for ``inspect``. Raises
-    CheckpointError and OSError.
-    """
+    CheckpointError and OSError."""
     if is_dcp(path):
         return _with_values_beside(path, ignore_class)
     names = sorted(os.listdir(path))

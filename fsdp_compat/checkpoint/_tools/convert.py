@@ -115,8 +115,7 @@ def convert(
 
     Raises UsageError if an argument is invalid, the target exists, or it cannot hold a value;
     CheckpointError if the source is damaged, incomplete or refused; OSError if the target cannot be
-    written. Warns (UserWarning) of values of the source that the target does not hold.
-    """
+    written. Warns (UserWarning) of values of the source that the target does not hold."""
     path, target = Path(path), Path(target)
     require_free(target)
     to = _format_of(path, target, to, world_size)

@@ -131,8 +131,7 @@ def diff(
     ``max_relative``; a value has ``path``, ``one`` and ``other``.
 
     Raises CheckpointError if one of them is not a checkpoint, or is damaged, incomplete or refused;
-    UsageError for wrong arguments; OSError.
-    """
+    UsageError for wrong arguments; OSError."""
     require_arguments(
         _CALL,
         progress,

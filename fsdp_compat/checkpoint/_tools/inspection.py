@@ -166,8 +166,7 @@ def inspect(
     ``start``) and, with ``stats``, ``minimum``, ``maximum`` and ``mean``.
 
     Raises CheckpointError if it is not a checkpoint, or is damaged, incomplete or refused;
-    UsageError for wrong arguments; OSError.
-    """
+    UsageError for wrong arguments; OSError."""
     require_arguments(
         _CALL, progress, include=include, exclude=exclude, memory=memory, workers=workers
     )

@@ -68,8 +68,7 @@ def list_checkpoints(
 
     ignore_class: as for ``inspect``. progress: show on stderr how long it takes.
 
-    Raises CheckpointError if there are none; UsageError for wrong arguments; OSError.
-    """
+    Raises CheckpointError if there are none; UsageError for wrong arguments; OSError."""
     require_arguments("checkpoint.files.list_checkpoints", progress, folder=folder)
     folder = Path(folder)
     paths = [path for path in sorted(folder.iterdir()) if _is_candidate(path)]

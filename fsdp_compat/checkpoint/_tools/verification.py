@@ -117,8 +117,7 @@ def verify(
 
     Damage that prevents opening the checkpoint is reported as a problem; the files of a native one
     are still compared. Raises CheckpointError if there is no checkpoint, or if it holds objects of
-    a class that is not in ``ignore_class``; UsageError for wrong arguments; OSError.
-    """
+    a class that is not in ``ignore_class``; UsageError for wrong arguments; OSError."""
     require_arguments(_CALL, progress, memory=memory, workers=workers)
     if finite and quick:
         raise unusable("finite", "False with quick: no values are read", finite, _CALL)
