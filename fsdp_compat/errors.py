@@ -35,17 +35,7 @@ class FsdpCompatError(Exception):
 
     @classmethod
     def of(cls, what: str, *, expected: str, got: str, where: str, fix: str) -> Self:
-        """Return the error with the text that ``explain`` makes of these facts.
-
-        Args:
-            what: one sentence that says what is wrong.
-            expected: what was expected.
-            got: what was given or found.
-            where: the unit, parameter, rank, call or argument.
-            fix: what to do.
-
-        Returns:
-            The error, to be raised."""
+        """Return an error: ``what`` is wrong, ``expected``, ``got``, ``where``, and a ``fix``."""
         return cls(explain(what, expected=expected, got=got, where=where, fix=fix))
 
 

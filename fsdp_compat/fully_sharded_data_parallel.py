@@ -221,16 +221,11 @@ class FullyShardedDataParallel(ClientAttributes):
 
     @_torch_private.never_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the wrapped module's forward with unsharded parameters.
+        """Return the result of the wrapped module's forward, run with unsharded parameters.
 
-        Collective: all ranks of the model's process group.
+        It gets ``*args`` and ``**kwargs``.
 
-        Args:
-            *args: the arguments of the wrapped module's forward.
-            **kwargs: its keyword arguments.
-
-        Returns:
-            What the wrapped module returns."""
+        Collective: all ranks of the model's process group."""
         unit = self._fsdp_model_unit.unit
         return unit.runtime.run(unit, unit.module, args, kwargs)
 
@@ -269,14 +264,9 @@ class FullyShardedDataParallel(ClientAttributes):
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
-        """Return all FullyShardedDataParallel instances in a module, outer ones first.
+        """Return all FSDP instances in ``module``, itself included; with ``root_only`` only roots.
 
-        Args:
-            module: any module, which may be an instance itself.
-            root_only: whether to return only the roots.
-
-        Returns:
-            The instances."""
+        Outer ones come first."""
         require_module(module, "fsdp_modules")
         require_bools("fsdp_modules", root_only=root_only)
         wrappers = [
@@ -302,17 +292,12 @@ class FullyShardedDataParallel(ClientAttributes):
         return self
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
-        """Call a function on every submodule and on this module, with full parameters.
+        """Call ``fn`` on every submodule and on this module, with full parameters.
 
-        Changes are kept. Inside ``summon_full_params`` that context keeps or drops them.
+        Changes are kept. Inside ``summon_full_params`` that context keeps or drops them. Otherwise
+        as ``nn.Module.apply``.
 
-        Collective: all ranks of the model's process group.
-
-        Args:
-            fn: takes a module.
-
-        Returns:
-            This module."""
+        Collective: all ranks of the model's process group."""
         if not callable(fn):
             raise wrong_type("fn", "a function that takes one module", fn, "apply")
         if self._unit.view.summoned:
@@ -326,17 +311,9 @@ class FullyShardedDataParallel(ClientAttributes):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield names and parameters, like nn.Module's.
+        """Yield names and parameters, as ``nn.Module.named_parameters``.
 
-        Inside ``summon_full_params`` the names are those before wrapping.
-
-        Args:
-            prefix: put in front of all names.
-            recurse: whether to include submodules.
-            remove_duplicate: whether to yield tied parameters once.
-
-        Yields:
-            Each name with its parameter."""
+        Inside ``summon_full_params`` the names are those before wrapping."""
         runtime, view = self._runtime, self._unit.view
         if runtime.backward.has_raised:  # an exception in backward has left units unsharded
             runtime.reshard_all()
@@ -346,17 +323,9 @@ class FullyShardedDataParallel(ClientAttributes):
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield names and buffers, like nn.Module's.
+        """Yield names and buffers, as ``nn.Module.named_buffers``.
 
-        Inside ``summon_full_params`` the names are those before wrapping.
-
-        Args:
-            prefix: put in front of all names.
-            recurse: whether to include submodules.
-            remove_duplicate: whether to yield shared buffers once.
-
-        Yields:
-            Each name with its buffer."""
+        Inside ``summon_full_params`` the names are those before wrapping."""
         view = self._unit.view
         for name, buffer in super().named_buffers(prefix, recurse, remove_duplicate):
             yield clean_name(name) if view.summoned else name, buffer
@@ -441,11 +410,10 @@ class FullyShardedDataParallel(ClientAttributes):
 
     @contextlib.contextmanager
     def no_sync(self) -> Generator[None, None, None]:
-        """Accumulate gradients in backward without reducing them.
+        """Accumulate gradients in backward without reducing them. Call it on the root.
 
         The next backward outside the context reduces the sum. Until then the gradients take as much
-        memory as the unsharded parameters, and ``.grad`` does not contain them. Call it on the
-        root."""
+        memory as the unsharded parameters, and ``.grad`` does not contain them."""
         require_root(self._unit.is_root, self._unit.label, "no_sync()")
         self._runtime.require_idle("no_sync", ValueStateError)
         with self._runtime.no_sync():
@@ -479,8 +447,7 @@ class FullyShardedDataParallel(ClientAttributes):
             norm_type: the p of the p-norm; ``inf`` for the largest absolute value.
 
         Returns:
-            The norm before scaling, a 0-d tensor in the dtype to which the gradients' dtypes
-            promote."""
+            The norm before scaling, 0-d, in the dtype to which the gradients' dtypes promote."""
         return calls.clip_grad_norm(self, max_norm, norm_type)
 
     summon_full_params = staticmethod(calls.summon_full_params)

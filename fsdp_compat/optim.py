@@ -1,5 +1,4 @@
-"""Optimizers on shards: run those that need whole parameters, check others, average the weights,
-and read the norms of gradients."""
+"""Optimizers that need whole parameters, checks of others, averaged weights, norms of gradients."""
 
 from ._state.ema import EMA
 from ._state.gathered_optimizer import GatheredOptimizer

@@ -185,8 +185,8 @@ class ShardedGradScaler(GradScaler):
         Raises:
             StateError: nothing was scaled yet, or there is no process group.
             UsageError: ``optimizer`` is not an optimizer.
-            RuntimeError: a second ``step`` of this optimizer since the last ``update``, or a
-                closure."""
+            RuntimeError: a closure, or a second ``step`` of this optimizer since the last
+                ``update``."""
         self._refuse_call("step", optimizer)
         scale = self._scale if self.is_enabled() else None
         away = scale is not None and scale.device.type != "cpu" and _has_cpu_gradients(optimizer)

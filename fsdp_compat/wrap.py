@@ -132,30 +132,16 @@ class CustomPolicy(_Policy):
 
 
 def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
-    """Choose every module.
-
-    Args:
-        *args: ignored.
-        **kwargs: ignored.
-
-    Returns:
-        True."""
+    """Return True: choose every module, whatever ``*args`` and ``**kwargs`` are."""
     return True
 
 
 def lambda_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
 ) -> bool:
-    """Choose the modules for which a function returns true.
+    """Choose the modules for which ``lambda_fn`` returns true.
 
-    Args:
-        module: the module to decide about.
-        recurse: True on the way down, False on the way up.
-        nonwrapped_numel: ignored.
-        lambda_fn: takes a module; bind it with ``functools.partial``.
-
-    Returns:
-        Whether to look below the module (``recurse=True``), or to choose it."""
+    Bind it with ``functools.partial``; otherwise as ``size_based_auto_wrap_policy``."""
     decide = _function_of_modules(lambda_fn, "lambda_auto_wrap_policy(lambda_fn=...)")
     return recurse or decide(module)
 
@@ -166,19 +152,11 @@ def transformer_auto_wrap_policy(
     nonwrapped_numel: int,
     transformer_layer_cls: set[type[nn.Module]],
 ) -> bool:
-    """Choose the instances of some classes, usually the class of a model's repeated block.
+    """Choose the instances of ``transformer_layer_cls``, usually a model's repeated blocks.
 
     Everything outside the blocks stays with the root, such as an embedding that shares its weight
-    with the output.
-
-    Args:
-        module: the module to decide about.
-        recurse: True on the way down, False on the way up.
-        nonwrapped_numel: ignored.
-        transformer_layer_cls: the classes; bind them with ``functools.partial``.
-
-    Returns:
-        Whether to look below the module (``recurse=True``), or to choose it."""
+    with the output. Bind the classes with ``functools.partial``; otherwise as
+    ``size_based_auto_wrap_policy``."""
     call = "transformer_auto_wrap_policy(transformer_layer_cls=...)"
     return isinstance(module, _classes(transformer_layer_cls, call)) or recurse
 
@@ -300,14 +278,9 @@ def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Iterator[None]:
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """Wrap a module as the surrounding ``enable_wrap`` block says.
+    """Return ``module`` wrapped as the surrounding ``enable_wrap`` block says; outside, itself.
 
-    Args:
-        module: the module to wrap.
-        **wrap_overrides: keyword arguments that take precedence over those of the block.
-
-    Returns:
-        The wrapped module; outside an ``enable_wrap`` block ``module`` itself."""
+    ``**wrap_overrides`` take precedence over the keyword arguments of the block."""
     enabled = _enabled.get()
     if enabled is None:
         return module

@@ -1,30 +1,27 @@
 """Docstrings of public names are contracts in one style: a summary line, text, `Collective:` where
-ranks have to call together, and sections of Google's style that name every parameter."""
+ranks have to call together, and sections of Google's style that name every parameter.
+
+Short ones need no sections. Without any, a docstring names each parameter in ``backticks``, or its
+class does so for all of its methods, or it points to a callable that has the parameter: "as ``X``"
+or "see ``X``", of the package, or a method of nn.Module by its full name."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import importlib
 import inspect
 import re
 from collections.abc import Iterator
 from typing import Any
 
+from torch import nn
+
 import fsdp_compat
 from tests.support.public_api import PACKAGE, members_of, public_modules, public_objects
 
 SECTIONS = ["Args", "Attributes", "Returns", "Yields", "Raises"]  # in this order
-PENDING = (  # what is not in this style yet
-    "fsdp_compat._install",
-    "fsdp_compat._plan",
-    "fsdp_compat._state.ema",
-    "fsdp_compat._state.gathered_optimizer",
-    "fsdp_compat._state.grad_norms",
-    "fsdp_compat._state.optim_calls.check",
-    "fsdp_compat.optim",
-    "fsdp_compat.checkpoint",
-)
 NOTHING = ("None", "NoReturn", "Generator[None, None, None]", "Iterator[None]")
 
 
@@ -62,18 +59,47 @@ def of_text(doc: str) -> Iterator[str]:
         yield "write a section Raises"
 
 
-def of_function(function: Any, doc: str) -> Iterator[str]:
+def pointed_to(doc: str) -> Iterator[Any]:
+    """Yield the callables behind "as ``X``" and "see ``X``": public names, or of nn.Module."""
+    for name in re.findall(r"\b(?:[Aa]s|[Ss]ee)\s+``([\w.]+)``", doc):
+        if name.startswith("nn.Module."):
+            yield getattr(nn.Module, name.removeprefix("nn.Module."))
+        for place, value in callables():
+            if f".{place}".endswith(f".{name}"):
+                yield value
+
+
+@functools.cache
+def callables() -> list[tuple[str, Any]]:
+    found = public_objects()
+    for name, value in public_objects():
+        if inspect.isclass(value):
+            found += [(f"{name}.{each}", member) for each, member in members_of(value)]
+    return [(name, inspect.unwrap(each)) for name, each in found if inspect.isroutine(each)]
+
+
+def is_named(parameter: str, doc: str, class_doc: str, targets: list[Any]) -> bool:
+    name = parameter.strip("*")
+    text = doc + class_doc.partition("\nArgs:")[0]
+    in_text = any(re.search(rf"\b{name}\b", code) for code in re.findall("``([^`]+)``", text))
+    return in_text or any(parameter in parameters(target) for target in targets)
+
+
+def of_function(function: Any, doc: str, class_doc: str = "") -> Iterator[str]:
     found = sections(doc)
     if isinstance(function, property):
         if "Args" in found:
             yield "a property has no Args"
         return
-    expected, given = parameters(function), items(found.get("Args", ""))
+    expected, given, targets = parameters(function), items(found.get("Args", "")), []
+    if not found:
+        targets = [each for each in pointed_to(doc) if each is not inspect.unwrap(function)]
+        given = [each for each in expected if is_named(each, doc, class_doc, targets)]
     if given != expected:
         yield f"Args are {given}, not {expected}"
     result = inspect.signature(function).return_annotation
-    is_named = {"Returns", "Yields"} & {*found} or doc.startswith(("Return ", "Yield "))
-    if str(result).removeprefix("typing.") not in NOTHING and not is_named:
+    is_said = {"Returns", "Yields"} & {*found} or doc.startswith(("Return ", "Yield ")) or targets
+    if str(result).removeprefix("typing.") not in NOTHING and not is_said:
         yield f"say what is returned, {result}"
 
 
@@ -92,6 +118,8 @@ def of_class(cls: Any, doc: str) -> Iterator[str]:
         own_init = vars(cls).get("__init__")
         expected = parameters(inspect.unwrap(own_init)) if own_init else []
         args = items(found.get("Args", ""))
+        if not found:
+            args = [each for each in expected if is_named(each, doc, "", [])]
         if args != expected:
             yield f"Args are {args}, not {expected}"
 
@@ -99,9 +127,8 @@ def of_class(cls: Any, doc: str) -> Iterator[str]:
 def violations() -> Iterator[str]:
     """Yield what is wrong, each with the place of the docstring and its public name."""
     for name in public_modules():
-        if not name.startswith(PENDING):
-            doc = inspect.cleandoc(importlib.import_module(name).__doc__ or "")
-            yield from (f"{name}: {what}" for what in of_text(doc))
+        doc = inspect.cleandoc(importlib.import_module(name).__doc__ or "")
+        yield from (f"{name}: {what}" for what in of_text(doc))
     for name, value in public_objects():
         named = [(name, value)]
         if inspect.isclass(value):
@@ -109,11 +136,12 @@ def violations() -> Iterator[str]:
         for each, member in named:
             function = member.fget if isinstance(member, property) else inspect.unwrap(member)
             module = getattr(function, "__module__", None) or value.__module__
-            if f"{module}.{each.rpartition('.')[2]}".startswith(PENDING):
-                continue
-            doc = inspect.cleandoc(member.__doc__ or "")
-            check = of_class if inspect.isclass(member) else of_function
-            for what in (*of_text(doc), *(check(member, doc) if doc else ())):
+            doc, class_doc = inspect.cleandoc(member.__doc__ or ""), ""
+            if inspect.isclass(value):
+                class_doc = inspect.cleandoc(value.__doc__ or "")
+            is_class = inspect.isclass(member)
+            check = of_class(member, doc) if is_class else of_function(member, doc, class_doc)
+            for what in (*of_text(doc), *(check if doc else ())):
                 yield f"{module}: {each}: {what}"
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+import fsdp_compat
+from fsdp_compat import checkpoint
 from tests.support.public_api import public_modules, public_objects
 
 
@@ -73,3 +75,8 @@ def test_public_objects_have_type_hints(name: str, value: Any) -> None:
             and not (index == 0 and parameter.name in ("self", "cls"))
         ]
     assert bare == []
+
+
+def test_there_are_few_names_to_look_through() -> None:
+    assert len(dir(fsdp_compat)) <= 45
+    assert len([*checkpoint.__all__, *checkpoint.files.__all__]) <= 20

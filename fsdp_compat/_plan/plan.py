@@ -31,15 +31,23 @@ _NOT_INCLUDED = (
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
-    """What a training step takes on one rank. ``print`` shows it as a table."""
+    """What a training step takes on one rank; ``print`` shows it as a table.
+
+    Attributes:
+        world_size: the number of ranks.
+        units: as ``describe`` returns them.
+        timeline: the most memory between each two events of units: phase, unit, bytes by kind.
+        traffic: {"shard" or "replica": {kind: (collectives, bytes sent by this rank)}}, in one
+            step.
+        assumed: what tensors without values answered, by line.
+        reserve: bytes that ``fits`` keeps for what is not simulated."""
 
     world_size: int
     units: tuple[UnitDescription, ...]
     timeline: tuple[Moment, ...]
-    # {"shard" or "replica": {kind: (collectives, bytes sent by this rank)}}, in one step
     traffic: Traffic
-    assumed: Mapping[str, bool | float | int]  # what tensors without values answered, by line
-    reserve: int  # bytes that ``fits`` keeps for what is not simulated
+    assumed: Mapping[str, bool | float | int]
+    reserve: int
 
     @property
     def peak(self) -> Moment:
@@ -75,9 +83,13 @@ class Plan:
         return "\n".join([*lines, _NOT_INCLUDED.format(reserve=self.reserve / _GIB)])
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw memory over the step, stacked by kind, to an image file, with the unit that ran.
+        """Draw memory over the step, stacked by kind, with the unit that ran, to an image file.
 
-        Requires matplotlib: raises ModuleNotFoundError without it."""
+        Args:
+            path: the file.
+
+        Raises:
+            ModuleNotFoundError: there is no matplotlib."""
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(11, 6), layout="constrained")
@@ -122,6 +134,10 @@ def plan(
     Two steps run on the meta device, with the engine's own schedule, and the second one counts. No
     GPU and no process group are needed; call it before init_process_group. ``model`` is unchanged.
 
+    Attention without dropout is taken to be fused, as on accelerators. An operation that needs
+    values, such as ``.item()``, returns 1 or True and is listed in ``assumed``. CPU offload and
+    ``allow_unused_units`` cannot be planned.
+
     Args:
         model: on the meta device, in the mode (train or eval) to plan for.
         world_size: the number of ranks.
@@ -133,13 +149,14 @@ def plan(
         step: runs forward and backward of a sharded model with a batch. Default: backward starts
             from the output's ``loss``, or from the mean of its first tensor.
         reserve: bytes that ``Plan.fits`` keeps free for memory that is not simulated.
+        **fsdp: arguments of FullyShardedDataParallel, without ``wrap``.
 
-    Attention without dropout is taken to be fused, as on accelerators. An operation that needs
-    values, such as ``.item()``, returns 1 or True and is listed in ``assumed``. CPU offload and
-    ``allow_unused_units`` cannot be planned.
+    Returns:
+        The plan.
 
-    Raises UsageError if parameters are not on the meta device or if there is a process group, and
-    whatever wrapping and the step raise."""
+    Raises:
+        UsageError: parameters are not on the meta device, or there is a process group; wrapping and
+            the step may raise others."""
     _check(model, world_size, wrap, fsdp)
     batch = map_tensors(batch, lambda tensor: tensor.to("meta"))
     with simulation.one_of(world_size):

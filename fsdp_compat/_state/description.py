@@ -143,12 +143,10 @@ def describe(model: nn.Module) -> Description:
         model: the whole model, wrapped or sharded in place.
 
     Returns:
-        The units, with the bytes that this rank stores of each and those of an all-gather, and the
-        tensors that are not sharded.
+        The units, with the bytes of each on this rank and in an all-gather, and unsharded tensors.
 
     Raises:
-        UsageError: ``model`` is a module inside a unit, which may hold parts of the unit's
-            parameters."""
+        UsageError: ``model`` is inside a unit, which may hold parts of its parameters."""
     require_module(model, "describe")
     if is_marked(model) and ATTRIBUTE not in model.__dict__:
         raise UsageError.of(

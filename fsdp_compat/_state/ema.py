@@ -18,17 +18,21 @@ class EMA:
 
     Each rank averages its own shards, and nothing is sent. Inside ``swap()`` the model has the
     averages, so that evaluation, ``state_dict()`` and checkpoints read and write them under the
-    model's names, on any number of ranks. Buffers are not averaged."""
+    model's names, on any number of ranks. Buffers are not averaged.
+
+    Collective: all ranks of the model, if this is its first use since fully_shard.
+
+    Args:
+        model: the averages start at its current parameters.
+        decay: from 0 to 1, how much of an average each update keeps.
+        dtype: of the averages, such as fp32 for bf16 parameters; None: the parameters'.
+
+    Raises:
+        UsageError: an argument is invalid."""
 
     def __init__(
         self, model: nn.Module, decay: float = 0.999, dtype: torch.dtype | None = None
     ) -> None:
-        """Start the averages at the current parameters.
-
-        decay: from 0 to 1, how much of an average each update keeps. dtype: of the averages, such
-        as fp32 for bf16 parameters; None: the parameters'.
-
-        Collective if it is the first use of the model since fully_shard. Raises UsageError."""
         require_module(model, "EMA")
         if not 0 <= decay <= 1:
             raise UsageError.of(
@@ -51,7 +55,8 @@ class EMA:
     def update(self) -> None:
         """Call it after the optimizer's step: average = decay * average + (1 - decay) * parameter.
 
-        Raises StateError inside forward or backward."""
+        Raises:
+            StateError: inside forward or backward."""
         stores = self._sharded_stores("EMA.update()")
         for average, store in zip(self._averages, stores, strict=True):
             average.lerp_(store.shard.detach().to(average.dtype), 1 - self.decay)
@@ -59,9 +64,11 @@ class EMA:
     @contextlib.contextmanager
     def swap(self) -> Iterator[None]:
         """Give the model the averages inside the context; what is written to it changes them.
+
         Values that are not written to come back exactly, whatever the dtypes.
 
-        Raises StateError inside forward or backward, and inside another ``swap()``."""
+        Raises:
+            StateError: inside forward or backward, or inside another ``swap()``."""
         stores = self._sharded_stores("EMA.swap()")
         kept = [store.shard.detach().clone() for store in stores]
         for average, store in zip(self._averages, stores, strict=True):

@@ -33,9 +33,8 @@ def set_state_dict_type(
     Args:
         module: the model, or a module around or in it; it need not be a unit itself.
         state_dict_type: the kind of the state dicts of the model and its optimizer.
-        state_dict_config: settings of the model's state dicts, of the class for that kind. Default:
-            that class's defaults.
-        optim_state_dict_config: the same for the optimizer's.
+        state_dict_config: settings of the model's state dicts, of the class for that kind.
+        optim_state_dict_config: settings of the optimizer's. Both default to the class's defaults.
 
     Returns:
         The previous settings; of a model that mixes both front ends, those of its wrapped modules.
@@ -140,13 +139,7 @@ def state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> Generator[None, None, None]:
-    """Set the state dict type inside the context, see ``set_state_dict_type``.
-
-    Args:
-        module: the model, or a module around or in it.
-        state_dict_type: the kind of the state dicts of the model and its optimizer.
-        state_dict_config: settings of the model's state dicts.
-        optim_state_dict_config: settings of the optimizer's state dicts."""
+    """Set the state dict type inside the context, as ``set_state_dict_type`` does."""
     require_module(module, "state_dict_type")
     try:
         with in_form(model_units_in(module)):

@@ -42,8 +42,9 @@ Select = Callable[[str, tuple[int, ...]], bool]
 
 
 class GatheredOptimizer(CompositeOptimizer):
-    """Step whole parameters of a sharded model, with any optimizer that updates each parameter on
-    its own: Muon, Shampoo, SOAP, Adafactor, LAMB.
+    """Step whole parameters with any optimizer that updates each of them on its own.
+
+    Such as Muon, Shampoo, SOAP, Adafactor and LAMB. On shards they are silently wrong, or raise.
 
         optimizer = GatheredOptimizer(
             model,
@@ -52,32 +53,38 @@ class GatheredOptimizer(CompositeOptimizer):
             others=lambda params: torch.optim.AdamW(params, lr=3e-4),
         )
 
-    On shards such optimizers are silently wrong, or raise. Here each selected parameter is stepped
-    on one of the ranks that have a part of it, its owner, and the result is that of one process.
-    Schedulers, closures, accumulation with ``no_sync``, ``model.clip_grad_norm_`` and
-    ShardedGradScaler work as with any optimizer. Replicas of HYBRID_SHARD compute the same update
-    each, so an optimizer that draws random numbers must draw the same on all of them. Optimizers
-    that show other weights for evaluation, such as schedule-free ones, do not work.
+    Each selected parameter is stepped on one of the ranks that have a part of it, its owner, and
+    the result is that of one process. Schedulers, closures, accumulation with ``no_sync``,
+    ``model.clip_grad_norm_`` and ShardedGradScaler work as with any optimizer. Replicas of
+    HYBRID_SHARD compute the same update each, so an optimizer that draws random numbers must draw
+    the same on all of them. Optimizers that show other weights for evaluation, such as
+    schedule-free ones, do not work.
 
     A step sends the values and the gradients of about one shard to owners, and new values back.
     Between steps only the owners' state takes memory, about as much on each rank.
 
     ``state_dict()``, ``FSDP.optim_state_dict`` and ``fsdp_compat.checkpoint`` keep the state by the
     names of the parameters, whole: any number of ranks can load it, with other owners, also
-    factored and 8-bit states."""
+    factored and 8-bit states.
+
+    Collective: all ranks of the model: values are brought to their owners.
+
+    Args:
+        model: sharded, of either front end, with values.
+        make: returns an optimizer of the whole parameters that this rank owns; without any, of one
+            that is never stepped. It is also tried on small parameters.
+        select: chooses trainable parameters by name before wrapping and whole shape; None: all.
+        others: returns an optimizer of the rest, on the shards, which must be elementwise, as AdamW
+            is; None: ``unselected`` has the rest, for an optimizer of your own.
+
+    Raises:
+        UsageError: on all ranks: an optimizer in which parameters depend on each other, as by
+            Prodigy's step size or by clipping of its own; selected parameters that tensor
+            parallelism cuts."""
 
     def __init__(
         self, model: nn.Module, make: Make, select: Select | None = None, others: Make | None = None
     ) -> None:
-        """model: sharded, of either front end, with values. make: returns an optimizer of the whole
-        parameters that this rank owns; without any, of one that is never stepped. It is also tried
-        on small parameters. select: chooses trainable parameters by name before wrapping and whole
-        shape; None: all. others: returns an optimizer of the rest, on the shards, which must be
-        elementwise, as AdamW is; None: ``unselected`` has the rest, for an optimizer of your own.
-
-        Collective: values are brought to their owners. Raises UsageError, on all ranks: for an
-        optimizer in which parameters depend on each other, as by Prodigy's step size or by clipping
-        of its own; and for selected parameters that tensor parallelism cuts."""
         require_module(model, _WHAT)
         _require_function("make", make, 1)
         _require_function("select", select, 2, is_optional=True)
@@ -185,10 +192,18 @@ class GatheredOptimizer(CompositeOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step every parameter on its owner. Return what ``closure`` returns, which is called once.
+        """Step every parameter on its owner.
 
-        Collective: three exchanges per shard axis and dtype. Raises StateError inside forward or
-        backward, and for gradients that are not reduced."""
+        Collective: all ranks of the model: three exchanges per shard axis and dtype.
+
+        Args:
+            closure: computes the loss; it is called once.
+
+        Returns:
+            What ``closure`` returns.
+
+        Raises:
+            StateError: inside forward or backward, and for gradients that are not reduced."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -235,7 +250,7 @@ class GatheredOptimizer(CompositeOptimizer):
             runtime.reshard_all()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of all parameters that are stepped."""
+        """Clear the gradients of all parameters that are stepped; ``set_to_none`` frees them."""
         for parameter in self.trained:
             if set_to_none or parameter.grad is None:
                 parameter.grad = None
@@ -243,7 +258,7 @@ class GatheredOptimizer(CompositeOptimizer):
                 parameter.grad.requires_grad_(False).zero_()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Not possible: raises UsageError."""
+        """Not possible: any ``param_group`` is a UsageError."""
         if self.optimizers:
             raise UsageError.of(
                 f"{_WHAT} takes no further parameters.",
@@ -257,17 +272,22 @@ class GatheredOptimizer(CompositeOptimizer):
     # -- its state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return {"state": ..., "param_groups": ...} by the names of the parameters: whole states
-        of those that this rank owns, and its shards of others. For torch.distributed.checkpoint,
-        and for ``load_state_dict`` on as many ranks. Collective: small exchanges."""
+        """Return {"state": ..., "param_groups": ...} by the names of the parameters.
+
+        It has whole states of those that this rank owns, and its shards of others. For
+        torch.distributed.checkpoint, and for ``load_state_dict`` on as many ranks.
+
+        Collective: all ranks of the model: small exchanges."""
         form = ExportForm(Values.BOXES, to_cpu=False, first_step=True)
         where = f"{_WHAT}.state_dict()"
         return export_optim_state(self._model, self, self.param_groups, None, form, where)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what ``state_dict()``, ``FSDP.optim_state_dict`` or
-        ``FSDP.optim_state_dict_to_load`` returned, or what torch.distributed.checkpoint has read
-        into it. Collective, unless it comes from optim_state_dict_to_load."""
+        """Load a ``state_dict`` of this class, or one that torch.distributed.checkpoint has filled.
+
+        Also what ``FSDP.optim_state_dict`` or ``FSDP.optim_state_dict_to_load`` returned.
+
+        Collective: all ranks of the model, unless it comes from optim_state_dict_to_load."""
         if not isinstance(state_dict, NumberedState):
             where, wanted = f"{_WHAT}.load_state_dict()", LoadOptions(self, from_rank0=False)
             state_dict = import_optim_state(

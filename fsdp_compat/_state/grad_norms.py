@@ -24,14 +24,23 @@ _WHAT = "grad_norms"
 
 @torch.no_grad()
 def grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, Tensor]:
-    """Return {name before wrapping: norm of the gradient, 0-d} of all trainable parameters.
+    """Return the norm of the gradient of each trainable parameter.
 
     The norms are those of the whole gradients, in fp32, and 0 for a parameter without gradient on
-    any rank. Norms of gradients that ShardedGradScaler has scaled include its scale. norm_type:
-    positive, or inf.
+    any rank. Norms of gradients that ShardedGradScaler has scaled include its scale.
 
-    Collective: all ranks, with one all-reduce per axis of sharding and of tensor parallelism.
-    Raises StateError inside forward and backward, and for gradients that are not reduced."""
+    Collective: all ranks of the model, with one all-reduce per axis of sharding and of tensor
+    parallelism.
+
+    Args:
+        model: a sharded model.
+        norm_type: positive, or inf.
+
+    Returns:
+        {name before wrapping: norm, 0-d}.
+
+    Raises:
+        StateError: inside forward and backward, and for gradients that are not reduced."""
     require_module(model, _WHAT)
     norm_type = checked_norm_type(norm_type, _WHAT)
     require_idle(model, _WHAT)

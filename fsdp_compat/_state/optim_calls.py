@@ -139,18 +139,26 @@ def optim_state_dict_to_load(
 
 
 def check(model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """Return the states of an optimizer that cannot be resharded, as ``"parameter.state"``; an
-    empty list if every state can.
+    """Return the states, as ``"parameter.state"``, that cannot be resharded; usually none.
 
     Such states (factored moments, scales of 8-bit blocks, objects) are saved, and can be loaded at
-    an equal layout: the same number of ranks, strategy, wrapping and ``use_orig_params``. For
-    parameters without state, as before training, a copy of the optimizer takes one step with zero
-    gradients on copies of them, one parameter of each kind at a time; model and optimizer do not
-    change. The result covers this rank's parts only; nothing is sent. Raises StateError if the step
-    of the copy fails: call it again after the first real step.
+    an equal layout: the same number of ranks, strategy, wrapping and ``use_orig_params``. The
+    result covers this rank's parts only; nothing is sent.
 
     Warns, as the first step does, of an optimizer that is wrong on shards, because its update of a
-    parameter needs the whole: Muon, Adafactor, LARS. ``GatheredOptimizer`` is the way out."""
+    parameter needs the whole: Muon, Adafactor, LARS. ``GatheredOptimizer`` is the way out.
+
+    Args:
+        model: a sharded model.
+        optimizer: of its parameters. For those without state, as before training, a copy takes one
+            step with zero gradients on copies of them, one parameter of each kind at a time; model
+            and optimizer do not change.
+
+    Returns:
+        The states; an empty list if all can be resharded.
+
+    Raises:
+        StateError: the step of the copy fails: call it again after the first real step."""
     where = "optim.check(model, optimizer)"
     require_model_and_optimizer(model, optimizer, where, "optimizer")
     label = f"the state of {type(optimizer).__name__}"
@@ -177,19 +185,10 @@ def full_optim_state_dict(
 ) -> dict[str, Any]:
     """Return the optimizer's whole state by parameter names, on the CPU.
 
-    Deprecated; use ``optim_state_dict`` in the full form.
+    Deprecated: otherwise as ``optim_state_dict`` in the full form. ``optim_input`` is what the
+    optimizer was created from, by default its groups. With ``rank0_only`` other ranks get {}.
 
-    Collective: all ranks of the model's process group. One gather per flat parameter and state.
-
-    Args:
-        model: the model.
-        optim: its optimizer.
-        optim_input: what the optimizer was created from; default: its parameter groups.
-        rank0_only: whether only rank 0 gets the state, and other ranks {}.
-        group: its rank 0 gets the result with ``rank0_only``; None: the model's group.
-
-    Returns:
-        The dict with "state" and "param_groups"."""
+    Collective: all ranks of the model's process group. One gather per flat parameter and state."""
     where = _called("full_optim_state_dict", "optim_state_dict", model, optim, group)
     require_bools(where, rank0_only=rank0_only)
     groups = _groups_of(optim_input, optim, model, where)
@@ -200,19 +199,11 @@ def full_optim_state_dict(
 def sharded_optim_state_dict(
     model: nn.Module, optim: Optimizer, group: dist.ProcessGroup | None = None
 ) -> dict[str, Any]:
-    """Return the optimizer's state by parameter names, in the sharded form.
+    """Return the optimizer's state by parameter names in the sharded form, whatever form is set.
 
-    The form that is set does not matter. Deprecated; use ``optim_state_dict``.
+    Deprecated: otherwise as ``optim_state_dict``; ``group`` is ignored.
 
-    Collective: all ranks of the model's process group. One small exchange; tensors are not sent.
-
-    Args:
-        model: the model.
-        optim: its optimizer.
-        group: accepted for compatibility.
-
-    Returns:
-        The dict with "state" and "param_groups"."""
+    Collective: all ranks of the model's process group. One small exchange; tensors are not sent."""
     where = _called("sharded_optim_state_dict", "optim_state_dict", model, optim, group)
     form = ExportForm(Values.BOXES, to_cpu=True, first_step=True)
     return export_optim_state(model, optim, optim.param_groups, None, form, where)
@@ -224,18 +215,11 @@ def shard_full_optim_state_dict(
     optim_input: _Input = None,
     optim: Optimizer | None = None,
 ) -> dict[str, Any]:
-    """Return what this rank loads from a full dict that every rank has; nothing is sent.
+    """Return what this rank loads from a ``full_optim_state_dict`` that every rank has.
 
-    Deprecated; use ``optim_state_dict_to_load``.
-
-    Args:
-        full_optim_state_dict: the full dict.
-        model: the model.
-        optim_input: what the optimizer was created from; default: its parameter groups.
-        optim: the optimizer; default: one over all parameters of the model.
-
-    Returns:
-        The dict that the optimizer loads on this rank."""
+    Nothing is sent. Deprecated: otherwise as ``optim_state_dict_to_load``. The optimizer is
+    ``optim``, or one created from ``optim_input``, or by default one over all parameters of the
+    model."""
     where = _called("shard_full_optim_state_dict", _TO_LOAD, model, optim)
     return _to_load(full_optim_state_dict, model, optim_input, optim, where)
 
@@ -243,20 +227,12 @@ def shard_full_optim_state_dict(
 def flatten_sharded_optim_state_dict(
     sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: Optimizer
 ) -> dict[str, Any]:
-    """Return what this rank loads from a sharded dict.
+    """Return what this rank loads from a ``sharded_optim_state_dict``.
 
-    Deprecated; use ``optim_state_dict_to_load``.
+    Deprecated: otherwise as ``optim_state_dict_to_load``.
 
     Collective: all ranks of the model's process group. One small exchange; values that are sharded
-    differently than the model are gathered.
-
-    Args:
-        sharded_optim_state_dict: the sharded dict.
-        model: the model.
-        optim: its optimizer.
-
-    Returns:
-        The dict that the optimizer loads on this rank."""
+    differently than the model are gathered."""
     where = _called("flatten_sharded_optim_state_dict", _TO_LOAD, model, optim)
     require_model_and_optimizer(model, optim, where)
     return _to_load(sharded_optim_state_dict, model, None, optim, where)
@@ -269,22 +245,13 @@ def scatter_full_optim_state_dict(
     optim: Optimizer | None = None,
     group: Any | None = None,
 ) -> dict[str, Any]:
-    """Return what this rank loads from a full dict that only rank 0 needs to have.
+    """Return what this rank loads from a ``full_optim_state_dict`` that only rank 0 needs.
 
-    Deprecated; use ``optim_state_dict_to_load``.
+    Other ranks may pass None. Deprecated: otherwise as ``shard_full_optim_state_dict``; ``group``
+    is ignored.
 
     Collective: all ranks of the model's process group. Rank 0 sends one state of one unit at a
-    time.
-
-    Args:
-        full_optim_state_dict: the full dict; None on other ranks.
-        model: the model.
-        optim_input: what the optimizer was created from; default: its parameter groups.
-        optim: the optimizer; default: one over all parameters of the model.
-        group: accepted for compatibility.
-
-    Returns:
-        The dict that the optimizer loads on this rank."""
+    time."""
     where = _called("scatter_full_optim_state_dict", _TO_LOAD, model, optim, group)
     return _to_load(full_optim_state_dict, model, optim_input, optim, where, from_rank0=True)
 
@@ -298,11 +265,11 @@ def rekey_optim_state_dict(
 ) -> dict[str, Any]:
     """Return an optimizer's state dict keyed by parameter names, or by numbers.
 
-    It does not matter how it was keyed. Values are not copied, and nothing is sent. Deprecated:
-    ``optim_state_dict_to_load`` accepts both kinds of keys.
+    Values are not copied, and nothing is sent. Deprecated: ``optim_state_dict_to_load`` accepts
+    both kinds of keys.
 
     Args:
-        optim_state_dict: the dict.
+        optim_state_dict: the dict; it does not matter how it is keyed.
         optim_state_key_type: the kind of keys to return. Numbers are those of the unwrapped model's
             optimizer: the parameters of a FlatParameter are numbered in the model's order.
         model: the model, wrapped or not.
@@ -313,8 +280,7 @@ def rekey_optim_state_dict(
         The dict with other keys.
 
     Raises:
-        CheckpointError: keys of both kinds, or of a parameter that the model or the optimizer does
-            not have."""
+        CheckpointError: keys of both kinds, or of a parameter that the model or ``optim`` lacks."""
     where = _called("rekey_optim_state_dict", _TO_LOAD, model, optim)
     kind = as_ours(optim_state_key_type, OptimStateKeyType, "optim_state_key_type")
     if kind is None:

@@ -46,11 +46,7 @@ class FlatParameter(nn.Parameter):
     _rank: int
 
     def set_layout(self, layout: FlatLayout, rank: int) -> None:
-        """Set the layout and the rank, which determine the private attributes that clients read.
-
-        Args:
-            layout: where each parameter of the unit lies in the flat buffer.
-            rank: the position of this rank's shard."""
+        """Set ``layout`` and ``rank``, which determine the private attributes of clients."""
         self._layout, self._rank = layout, rank
 
     @property

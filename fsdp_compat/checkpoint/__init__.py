@@ -1,5 +1,7 @@
-"""Checkpoints that all ranks write and read together, on any number of ranks. All of these calls
-but ``latest`` without a model are collective; ``files`` is for one process without a model.
+"""Checkpoints that all ranks write and read together, on any number of ranks.
+
+All of these calls but ``latest`` without a model need all ranks; ``files`` is for one process
+without a model.
 
     extra = checkpoint.resume("runs/7", model, optimizer, default={"epoch": 0})
     for epoch in range(extra["epoch"], 10):

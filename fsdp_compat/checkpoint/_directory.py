@@ -53,14 +53,16 @@ def _manifest_in(path: Path, step: int) -> Manifest | str:
 
 
 def latest(folder: str | os.PathLike[str], model: nn.Module | None = None) -> Path | None:
-    """Return the complete checkpoint with the highest step in ``folder``, or None. Saves that did
-    not finish do not count.
+    """Return the complete checkpoint with the highest step in ``folder``, or None.
 
-    A directory whose manifest is damaged or unreadable is skipped with a warning.
+    Saves that did not finish do not count. A directory whose manifest is damaged or unreadable is
+    skipped with a warning.
 
     With a folder per node, nodes may differ: if the job ends while a save gives the checkpoint its
-    name, some have it and others do not. Pass the model on all ranks to get
-    the highest step that all of them have, of the same save. Collective then: all ranks."""
+    name, some have it and others do not. Pass the ``model`` on all ranks to get the highest step
+    that all of them have, of the same save.
+
+    Collective: all ranks of the model, if it is passed."""
     complete = complete_in(folder)
     if model is None:
         newest = next(complete, None)

@@ -38,18 +38,25 @@ def iter_full_state_dict(
     device: torch.device | str | None = "cpu",
     dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, whole tensor) of a model's parameters and persistent buffers, under the names
-    before wrapping.
+    """Yield the name and the whole tensor of each parameter and persistent buffer of a model.
 
-    model: a sharded module, of either front end, or one that contains some. Outer units come first;
-    within a unit, the model's order. A tied parameter is yielded under each of its names in turn,
-    with the same tensor. Tensors are copies that the caller owns. filter: selects what to yield and
-    gather: a function of a name, or "trainable" for parameters that require grad. device: of the
-    tensors; None: where each unit computes. dtype: of the floating-point ones; None: as stored.
+    The names are those before wrapping. Outer units come first; within a unit, the model's order. A
+    tied parameter is yielded under each of its names in turn, with the same tensor. Tensors are
+    copies that the caller owns. A rank holds one unsharded unit and the last yielded tensor. Extra
+    state is left out: it is not a tensor.
 
-    Collective: all ranks iterate in step, to the end or until they all stop at the same name. A
-    rank holds one unsharded unit and the last yielded tensor. Extra state is left out: it is not a
-    tensor."""
+    Collective: all ranks of the model iterate in step, to the end or until they all stop at the
+    same name.
+
+    Args:
+        model: a sharded module, of either front end, or one that contains some.
+        filter: what to yield and gather: a function of a name, or "trainable" for parameters that
+            require grad.
+        device: of the tensors; None: where each unit computes.
+        dtype: of the floating-point tensors; None: as stored.
+
+    Returns:
+        An iterator over (name, tensor)."""
     require_module(model, _WHERE)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise wrong_type("dtype", "a floating-point dtype, or None", dtype, _WHERE)

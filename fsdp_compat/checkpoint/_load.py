@@ -46,16 +46,22 @@ _Extra = TypeVar("_Extra")
 
 @dataclasses.dataclass
 class LoadReport:
-    """What ``load`` and ``load_safetensors`` loaded, and, with ``strict=False``, what they left.
-    ``str`` is a summary."""
+    """What a call loaded, and, with ``strict=False``, what it left; ``str`` is a summary.
 
-    path: Path  # the checkpoint, in a run's folder that of one step
-    extra: Any = None  # what was passed to ``save``, or what else the checkpoint holds
-    missing: list[str] = dataclasses.field(default_factory=list)  # in the model alone: unchanged
-    unexpected: list[str] = dataclasses.field(default_factory=list)  # in the checkpoint alone
-    # In both, but of different shapes or kinds; by name, in which way. Unchanged.
+    Attributes:
+        path: the checkpoint, in a run's folder that of one step.
+        extra: what was passed to ``save``, or what else the checkpoint holds.
+        missing: names in the model alone, which are unchanged.
+        unexpected: names in the checkpoint alone.
+        mismatched: how the shapes or kinds of both differ, by name; these are unchanged.
+        state_kept: parameters of the optimizer whose state is unchanged.
+        settings_kept: why the settings of a parameter group are unchanged, by its number."""
+
+    path: Path
+    extra: Any = None
+    missing: list[str] = dataclasses.field(default_factory=list)
+    unexpected: list[str] = dataclasses.field(default_factory=list)
     mismatched: dict[str, str] = dataclasses.field(default_factory=dict)
-    # Parameters of the optimizer whose state, and groups, by number, whose settings are unchanged.
     state_kept: list[str] = dataclasses.field(default_factory=list)
     settings_kept: dict[int, str] = dataclasses.field(default_factory=dict)
 
@@ -87,22 +93,15 @@ def load(
     ignore_class: Collection[str] = (),
     progress: bool = False,
 ) -> LoadReport:
-    """Load a checkpoint into the model and the optimizer; return which one it was, the ``extra`` it
-    was saved with, and what was left.
+    """Load a checkpoint into the model and the optimizer.
 
         extra = load("runs/7/step-00001200", model, optimizer).extra
-
-    Collective: all ranks. ``path`` may be one checkpoint of ``save``, or of any other format that
-    ``files.inspect`` recognises: of torch.distributed.checkpoint (FSDP1, FSDP2), torch.save files
-    (whole, or one per rank, FSDP1's local state dicts among them), safetensors, and directories of
-    Accelerate, Lightning and the Trainer. It may be the folder that was passed to ``save``: the
-    newest complete checkpoint that all ranks have is loaded. Each rank reads the bytes of its own
-    part, and the blocks around them that have checksums.
 
     The number of ranks, the wrapping, the strategy, ``use_orig_params``, tensor parallelism and the
     dtypes may differ from those it was saved with, but complex values do not load into real ones,
     nor fractions into integers. On as many ranks as saved it, each gets its own ``extra`` back;
-    otherwise all get that of the first rank.
+    otherwise all get that of the first rank. Each rank reads the bytes of its own part, and the
+    blocks around them that have checksums.
 
     Parameter groups of the optimizer get the settings that their parameters were saved with,
     whatever the order and number of the groups. A group without any saved parameter, and a setting
@@ -110,9 +109,14 @@ def load(
     parameters that only one optimizer has. State that numbers its parameters, as ``torch.optim``
     does, is taken in the order of this optimizer's parameters.
 
+    Collective: all ranks of the model.
+
     Args:
-        path: the directory that ``save`` returned, a file or directory of another format, or the
-            folder of a run, which may be on a different file system for each node.
+        path: a checkpoint of ``save``, or of any other format that ``files.inspect`` recognises:
+            torch.distributed.checkpoint (FSDP1, FSDP2), torch.save files (whole, or one per rank,
+            FSDP1's local state dicts among them), safetensors, and directories of Accelerate,
+            Lightning and the Trainer. Or the folder that was passed to ``save``, which may be on a
+            different file system for each node: its newest complete checkpoint that all ranks have.
         model: contains sharded modules, of either front end, and has the parameter names of the
             saved model. One name of a tied parameter is enough.
         optimizer: of the model's parameters; its state is replaced. None: ignore the saved
@@ -128,15 +132,18 @@ def load(
             other class is refused, and no code of a file is run.
         progress: show bytes and rate on stderr, on the first rank.
 
+    Returns:
+        Which checkpoint it was, the ``extra`` it was saved with, and what was left.
+
     Raises:
         UsageError: an argument is invalid.
         CheckpointError: on all ranks, before anything has changed: the checkpoint does not fit the
             model (not strict: in nothing); it holds the state of another kind of optimizer;
             parameters in one group of the optimizer were saved with different settings, or groups
             with different settings were saved as one; one of the files is missing, truncated,
-            changed or from another checkpoint. If a file changes or becomes unreadable after it
-            was checked, or the model or the optimizer refuses a value, the error says that both
-            may be partly changed."""
+            changed or from another checkpoint. If a file changes or becomes unreadable after it was
+            checked, or the model or the optimizer refuses a value, the error says that both may be
+            partly changed."""
     report = _load("load", path, model, optimizer, rename, dtype, strict, ignore_class, progress)
     assert report is not None
     return report
@@ -150,23 +157,30 @@ def resume(
     default: _Extra,
     progress: bool = False,
 ) -> _Extra:
-    """Load the newest complete checkpoint of a run that all ranks have, and return the ``extra`` it
-    was saved with; or load nothing and return ``default`` if the run has not saved any.
+    """Load the newest complete checkpoint of a run that all ranks have, if there is one.
 
         for epoch in range(resume("runs/7", model, optimizer, default={"epoch": 0})["epoch"], 10):
             ...
             save("runs/7", model, optimizer, {"epoch": epoch + 1}, step=epoch)
 
-    Collective: all ranks. Otherwise as ``load``, with ``strict``.
+    Collective: all ranks of the model.
 
     Args:
         folder: the folder that is passed to ``save``, or one checkpoint to continue from. It need
             not exist, and may be on a different file system for each node.
+        model: as for ``load``.
+        optimizer: as for ``load``.
         default: returned if there is no checkpoint: nothing at ``folder``, or unfinished saves and
             other files. A damaged checkpoint, or one that only some ranks have, always raises.
+        progress: as for ``load``.
+
+    Returns:
+        The ``extra`` that the checkpoint was saved with, or ``default`` if nothing was loaded.
 
     Raises:
-        UsageError, CheckpointError: as ``load``; also if the ranks have no checkpoint in common."""
+        UsageError: as for ``load``.
+        CheckpointError: as for ``load``, with ``strict``; also if ranks have no checkpoint in
+            common."""
     report = _load("resume", folder, model, optimizer, progress=progress, is_required=False)
     extra: _Extra = default if report is None else report.extra
     return extra
@@ -181,10 +195,11 @@ def load_safetensors(
     strict: bool = True,
     progress: bool = False,
 ) -> LoadReport:
-    """Load weights from safetensors files, as ``load`` without an optimizer does. Collective.
+    """Load weights from safetensors files, as ``load`` without an optimizer does.
 
-    path: a file, an index (``model.safetensors.index.json``), or a directory with an index or with
-    files. The other arguments, and what is raised, are those of ``load``."""
+    ``path`` is a file, an index (``model.safetensors.index.json``), or a directory with either.
+
+    Collective: all ranks of the model."""
     report = _load("load_safetensors", path, model, None, rename, dtype, strict, (), progress)
     assert report is not None
     return report

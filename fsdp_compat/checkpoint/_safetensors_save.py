@@ -36,13 +36,14 @@ def save_safetensors(
     max_file_size: int = 5_000_000_000,
     progress: bool = False,
 ) -> list[Path]:
-    """Save the model's weights and persistent buffers as safetensors files in directory ``path``;
-    return the files' paths.
+    """Save the model's weights and persistent buffers as safetensors files.
 
-    Collective: all ranks, on a shared file system. A single file is called ``model.safetensors``;
-    several files come with an index. Each rank writes the bytes of its own part. Tied parameters
-    are written once, under the first of their names. The files get their names once all their
-    bytes are durable. Existing files are never overwritten.
+    A single file is called ``model.safetensors``; several files come with an index. Each rank
+    writes the bytes of its own part. Tied parameters are written once, under the first of their
+    names. The files get their names once all their bytes are durable. Existing files are never
+    overwritten.
+
+    Collective: all ranks of the model, on a shared file system.
 
     Args:
         path: the directory; created if missing.
@@ -50,12 +51,14 @@ def save_safetensors(
         rename: from a name in the model before wrapping to the name in the files, or to None to
             leave the tensor out.
         dtype: of floating-point tensors in the files; default: their own.
-        max_file_size: largest number of bytes of tensors in one file. A larger tensor gets a file
-            of its own.
+        max_file_size: most bytes of tensors in one file. A larger tensor gets a file of its own.
         progress: show bytes and rate on stderr, on the first rank.
 
+    Returns:
+        The paths of the files.
+
     Raises:
-        UsageError: an argument is invalid, or the files exist; on all ranks, before anything is
+        UsageError: an argument is invalid, or files exist; on all ranks, before anything is
             written.
         CheckpointError: a rank could not write; on all ranks. None of the files exists then."""
     call, unsaved = "checkpoint.save_safetensors", "The weights could not be saved."

@@ -51,25 +51,28 @@ def save(
     keep_last: int | None = None,
     progress: bool = False,
 ) -> Path:
-    """Save the model, its optimizer and ``extra`` as the checkpoint of ``step`` in ``folder``;
-    return its directory.
+    """Save the model, its optimizer and ``extra`` as the checkpoint of a step.
 
-    Collective: all ranks, those of tensor parallelism included. Each rank writes the shards it
-    holds; no tensor is sent. The directory ``step-00000042`` appears once everything in it is
-    durable. Existing checkpoints are never overwritten.
+    Each rank writes the shards it holds; no tensor is sent. The directory ``step-00000042`` appears
+    once everything in it is durable. Existing checkpoints are never overwritten.
+
+    Collective: all ranks of the model, those of tensor parallelism included.
 
     Args:
         folder: where all checkpoints of the run lie; created if missing. It may be on a different
             file system for each node.
         model: contains sharded modules, of either front end.
-        optimizer: of the model's parameters. Every parameter keeps the settings of its group,
-            which must be the same on all ranks.
-        extra: None, numbers, strings, bytes, dtypes, devices, tensors, NumPy arrays of numbers,
-            and lists, tuples, sets, deques and dicts of these; each rank saves its own.
+        optimizer: of the model's parameters. Every parameter keeps the settings of its group, which
+            must be the same on all ranks.
+        extra: None, numbers, strings, bytes, dtypes, devices, tensors, NumPy arrays of numbers, and
+            lists, tuples, sets, deques and dicts of these; each rank saves its own.
         step: at least 0, and not saved in the folder yet.
         keep_last: keep this many of the newest complete checkpoints, this one included, and remove
             older ones once this one is complete.
         progress: show bytes and rate on stderr, on the first rank.
+
+    Returns:
+        The directory of the checkpoint.
 
     Raises:
         UsageError: an argument is invalid; on all ranks, before anything is written.
@@ -91,18 +94,19 @@ def async_save(
     keep_last: int | None = None,
     progress: bool = False,
 ) -> AsyncSave:
-    """Like ``save``, but return as soon as the state has been copied; a thread writes the copy
-    while training goes on.
+    """Save as ``save`` does, but return once the state is copied; a thread writes the copy.
 
-    Collective. The copy is on the CPU and as large as this rank's shards. A process runs one save
-    at a time: the next one waits for it. Arguments and errors are those of ``save``: errors about
-    arguments are raised here, errors while writing from ``wait``. If ``wait`` is never called, the
-    next save or load raises the error on all ranks, or it is printed when the process ends."""
+    The copy is on the CPU and as large as this rank's shards. A process runs one save at a time:
+    the next one waits for it. Errors about arguments are raised here, errors while writing from
+    ``wait``. If ``wait`` is never called, the next save or load raises the error on all ranks, or
+    it is printed when the process ends.
+
+    Collective: all ranks of the model."""
     return AsyncSave(_SaveJob(True, folder, model, optimizer, extra, step, keep_last, progress))
 
 
 class AsyncSave:
-    """A save that a thread is writing. The process does not end before the thread has."""
+    """Returned by ``async_save``: a thread runs the ``job``; the process does not end before it."""
 
     def __init__(self, job: _SaveJob) -> None:
         self._job, self._identity = job, job.identity
@@ -130,8 +134,17 @@ class AsyncSave:
         return not self._thread.is_alive()
 
     def wait(self, timeout: float | None = None) -> Path:
-        """Wait until the checkpoint is complete and return its directory. Raises what ``save``
-        raises, and TimeoutError after ``timeout`` seconds."""
+        """Wait until the checkpoint is complete.
+
+        Args:
+            timeout: seconds to wait; None: without end.
+
+        Returns:
+            The directory of the checkpoint.
+
+        Raises:
+            TimeoutError: it is not complete in time.
+            CheckpointError: as ``save``, which may also raise others."""
         self._thread.join(timeout)
         if self._thread.is_alive():
             raise TimeoutError(

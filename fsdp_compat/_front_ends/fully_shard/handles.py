@@ -10,9 +10,7 @@ class UnshardHandle:
     """Returned by ``FSDPModule.unshard(async_op=True)``."""
 
     def wait(self) -> None:
-        """Make the unsharded parameters readable, and show them in the modules.
-
-        A second call does nothing.
+        """Make the unsharded parameters readable, and show them. A second call does nothing.
 
         Collective: all ranks of the module's mesh."""
 
@@ -38,18 +36,13 @@ class UnitHandle(UnshardHandle):
 
 
 class GradientReductionHandle:
-    """Returned by ``FSDPModule.finalize_backward(async_op=True)``.
-
-    Args:
-        runtime: reduces the gradients; None: there are none."""
+    """Returned by ``FSDPModule.finalize_backward(async_op=True)``. runtime: reduces, or None."""
 
     def __init__(self, runtime: Runtime | None) -> None:
         self._runtime = runtime
 
     def wait(self) -> None:
-        """Wait for the reductions: gradients are complete then.
-
-        A second call does nothing.
+        """Wait for the reductions: gradients are complete then. A second call does nothing.
 
         Collective: all ranks of the model's mesh."""
         runtime, self._runtime = self._runtime, None

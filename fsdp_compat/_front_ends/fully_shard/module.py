@@ -97,19 +97,12 @@ class FSDPModule(_Module):
         return "\n".join(filter(None, lines))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return the state dict; its parameters are DTensors.
+        """Return ``nn.Module.state_dict(*args, **kwargs)`` with DTensors as parameters.
 
         After ``FullyShardedDataParallel.set_state_dict_type(model, FULL_STATE_DICT)`` parameters
         are whole tensors instead.
 
-        Collective: all ranks of the model's mesh, for whole tensors.
-
-        Args:
-            *args: the arguments of ``nn.Module.state_dict``.
-            **kwargs: its keyword arguments.
-
-        Returns:
-            Parameters and buffers by name."""
+        Collective: all ranks of the model's mesh, for whole tensors."""
         given = {**kwargs, **dict(zip(("destination", "prefix"), args, strict=False))}
         result: dict[str, Any] = self._get_fsdp_state().state_dict_of(
             self,
@@ -199,11 +192,7 @@ class FSDPModule(_Module):
             state.runtime.reset()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Set whether parameters are resharded after forward.
-
-        Args:
-            reshard_after_forward: replaces what ``fully_shard`` was called with.
-            recurse: whether to include all sharded modules inside."""
+        """Set ``reshard_after_forward``: whether parameters are resharded after forward."""
         where = "set_reshard_after_forward"
         if not isinstance(reshard_after_forward, bool):
             raise wrong_type("reshard_after_forward", "a bool", reshard_after_forward, where)
@@ -216,92 +205,70 @@ class FSDPModule(_Module):
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Set whether parameters are resharded after backward.
+        """Set ``reshard_after_backward``: whether parameters are resharded after backward.
 
-        Args:
-            reshard_after_backward: False saves the all-gather of the next forward, for gradient
-                accumulation.
-            recurse: whether to include all sharded modules inside."""
+        False saves the all-gather of the next forward, for gradient accumulation."""
         where = "set_reshard_after_backward"
         flag = truth("reshard_after_backward", reshard_after_backward, where)
         for state in self._states(recurse):
             state.behavior.reshard_after_backward = flag
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Set whether backward unshards the parameters of this module.
+        """Set ``unshard_in_backward``: whether backward unshards this module's parameters.
 
-        Args:
-            unshard_in_backward: False is for modules whose backward does not read their parameters,
-                such as embeddings."""
+        False is for modules whose backward does not read their parameters, such as embeddings."""
         flag = truth("unshard_in_backward", unshard_in_backward, "set_unshard_in_backward")
         self._get_fsdp_state().behavior.unshard_in_backward = flag
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Set whether unsharded parameters keep their memory while they are sharded.
-
-        Args:
-            keep: True keeps the memory, and so the data pointers.
-            recurse: whether to include all sharded modules inside."""
+        """Set whether to ``keep`` the memory of unsharded parameters, and so the data pointers."""
         flag = truth("keep", keep, "set_keep_unsharded_storage")
         for state in self._states(recurse):
             state.behavior.keeps_storage = flag
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
-        """Set the modules whose all-gathers start when forward has unsharded this module.
+        """Set the ``modules`` whose all-gathers start when forward has unsharded this module.
 
-        Args:
-            modules: sharded modules, in the order of their all-gathers. They replace the module
-                that came next in the last forward."""
+        They start in this order, in place of the module that came next in the last forward."""
         states = _states_of(modules, "set_modules_to_forward_prefetch")
         self._get_fsdp_state().behavior.forward_prefetch = [each.behavior for each in states]
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
-        """Set the modules whose all-gathers start when backward has unsharded this module.
+        """Set the ``modules`` whose all-gathers start when backward has unsharded this module.
 
-        Args:
-            modules: sharded modules, in the order of their all-gathers. They replace the module
-                that came next in the last backward."""
+        They start in this order, in place of the module that came next in the last backward."""
         states = _states_of(modules, "set_modules_to_backward_prefetch")
         self._get_fsdp_state().behavior.backward_prefetch = [each.behavior for each in states]
 
     # -- gradients
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Accepted for compatibility: every backward waits for the reductions that it starts.
-
-        Args:
-            is_last_backward: ignored."""
+        """Accept and ignore ``is_last_backward``: every backward waits for its reductions."""
         truth("is_last_backward", is_last_backward, "set_is_last_backward")
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Set whether backward reduces gradients.
+        """Set ``requires_gradient_sync``: whether backward reduces gradients.
 
-        Args:
-            requires_gradient_sync: False accumulates them on each rank in the dtype of the
-                reduction, for gradient accumulation without communication.
-            recurse: whether to include all sharded modules inside."""
+        False accumulates them on each rank in the dtype of the reduction, without communication."""
         where = "set_requires_gradient_sync"
         flag = truth("requires_gradient_sync", requires_gradient_sync, where)
         for state in self._states(recurse):
             state.set_reduction(sync=flag, over_replicas=flag)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Set whether backward sums reduced gradients over the replicas of a 2-D mesh.
+        """Set ``requires_all_reduce``: whether backward also sums over the replicas of a 2-D mesh.
 
-        Args:
-            requires_all_reduce: False accumulates them until a backward with True.
-            recurse: whether to include all sharded modules inside."""
+        False accumulates reduced gradients until a backward with True."""
         flag = truth("requires_all_reduce", requires_all_reduce, "set_requires_all_reduce")
         for state in self._states(recurse):
             state.set_reduction(over_replicas=flag)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Set, on the root, whether only ``finalize_backward`` reduces gradients.
+        """Set ``enabled``, on the root: whether only ``finalize_backward`` reduces gradients.
 
-        Args:
-            enabled: True lets backwards accumulate until it is called."""
+        Backwards accumulate until it is called."""
         where = "set_manual_backward_finalization"
         flag, state = truth("enabled", enabled, where), self._get_fsdp_state()
         require_root(state.is_root, state.label, f"{where}()")
@@ -343,38 +310,27 @@ class FSDPModule(_Module):
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Set whether zeros are reduced for parameters without a gradient.
+        """Set ``reduce_scatter_unused_params``: whether missing gradients are reduced as zeros.
 
-        Args:
-            reduce_scatter_unused_params: True is needed where ranks use different parameters.
-            recurse: whether to include all sharded modules inside."""
+        True is needed where ranks use different parameters."""
         where = "set_reduce_scatter_unused_params"
         flag = truth("reduce_scatter_unused_params", reduce_scatter_unused_params, where)
         for state in self._states(recurse):
             state.set_reduction(reduces_unused=flag)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Set what gradients of this module are divided by.
-
-        Args:
-            factor: a number above 0, in place of the number of ranks."""
+        """Set the ``factor`` that divides this module's gradients; not set: the number of ranks."""
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 0:
             raise wrong_type("factor", "a number above 0", factor, "set_gradient_divide_factor")
         self._get_fsdp_state().set_reduction(divide_by=float(factor))
 
     @deprecated("Use `set_gradient_divide_factor` instead")
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """Old name of ``set_gradient_divide_factor``.
-
-        Args:
-            factor: a number above 0."""
+        """Set the ``factor``: the old name of ``set_gradient_divide_factor``."""
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Accepted for compatibility: collectives always sum, and division is separate.
-
-        Args:
-            enable: ignored."""
+        """Accept and ignore ``enable``: collectives always sum, and division is separate."""
         truth("enable", enable, "set_force_sum_reduction_for_comms")
 
     def set_all_reduce_hook(
@@ -409,12 +365,9 @@ class FSDPModule(_Module):
         state.set_reduction(all_reduce_hook=hook, all_reduce_stream=stream)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Let the root's next forward wait for an event after the optimizer's step.
+        """Let the root's next forward wait for an ``event`` after the optimizer's step.
 
-        Needed for optimizers that step on another stream.
-
-        Args:
-            event: recorded on that stream after the step."""
+        Needed for optimizers that step on another stream: record it there after the step."""
         if not callable(getattr(event, "wait", None)):
             raise wrong_type("event", "a torch.Event", event, "set_post_optim_event")
         self._get_fsdp_state().post_optim_event = event
@@ -422,20 +375,14 @@ class FSDPModule(_Module):
     # -- collectives
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
-        """Let a user-defined function run this module's all-gathers, with its own buffers.
-
-        Args:
-            comm: an AllGather, or a function with a method ``allocate``."""
+        """Let ``comm`` run this module's all-gathers, in buffers of its method ``allocate``."""
         state = self._get_fsdp_state()
         _require_one_mesh(state, "set_custom_all_gather")
         _require_comm(comm, "an AllGather", "set_custom_all_gather")
         state.behavior.custom_all_gather = comm
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
-        """Let a user-defined function run this module's reduce-scatters, with its own buffers.
-
-        Args:
-            comm: a ReduceScatter, or a function with a method ``allocate``."""
+        """Let ``comm`` run this module's reduce-scatters, in buffers of its method ``allocate``."""
         state = self._get_fsdp_state()
         _require_one_mesh(state, "set_custom_reduce_scatter")
         _require_comm(comm, "a ReduceScatter", "set_custom_reduce_scatter")
@@ -444,13 +391,9 @@ class FSDPModule(_Module):
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """Set how many units' gradient buffers may be in flight at once.
+        """Set ``max_input_buffers``: how many units' gradient buffers may be in flight at once.
 
-        On devices with streams there is one buffer, whatever is set.
-
-        Args:
-            max_input_buffers: a number above 0; the root's counts.
-            recurse: whether to include all sharded modules inside."""
+        The root's value counts. On devices with streams there is one buffer, whatever is set."""
         where = "set_reduce_scatter_max_input_buffers"
         is_number = isinstance(max_input_buffers, int) and not isinstance(max_input_buffers, bool)
         if not is_number or max_input_buffers < 1:
@@ -465,29 +408,19 @@ class FSDPModule(_Module):
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:
-        """Accepted for compatibility: all-gathers and reduce-scatters do not wait for each other.
+        """Accept and ignore ``enable``: all-gathers and reduce-scatters do not wait for each other.
 
-        They do on backends that run the collectives of a group one after the other.
-
-        Args:
-            enable: ignored.
-            recurse: ignored."""
+        They do on backends that run the collectives of a group one after the other."""
         truth("enable", enable, "set_separate_reduce_scatter_group")
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Accepted for compatibility: torch's allocator provides the buffers of collectives.
+        """Accept and ignore ``enable``: torch's allocator provides the buffers of collectives.
 
-        Torch's FSDP does the same where the backend cannot allocate.
-
-        Args:
-            enable: ignored."""
+        Torch's FSDP does the same where the backend cannot allocate."""
         truth("enable", enable, "set_allocate_memory_from_process_group_for_comm")
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
-        """Accepted for compatibility: symmetric memory is not used.
-
-        Args:
-            backend: ignored."""
+        """Accept and ignore ``backend``: symmetric memory is not used."""
 
     # -- what torch calls
 
@@ -618,11 +551,5 @@ def disable_fsdp_module_new_init() -> Iterator[None]:
 
 
 def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
-    """Accepted for compatibility: all models of a process use the same streams.
-
-    Args:
-        modules: sharded modules.
-
-    Raises:
-        UsageError: ``modules`` are not sharded modules."""
+    """Check that ``modules`` are sharded: all models of a process use the same streams anyway."""
     _states_of(modules, "share_comm_ctx")

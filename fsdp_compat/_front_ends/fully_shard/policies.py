@@ -67,9 +67,7 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 @dataclasses.dataclass
 class DataParallelMeshDims:
-    """The data-parallel dimensions of a mesh, by name.
-
-    Several names for one of them are flattened into one dimension.
+    """The data-parallel dimensions of a mesh, by name; several names are flattened into one.
 
     Attributes:
         shard: the dimensions over which parameters are sharded.
@@ -112,15 +110,8 @@ def _as_tuple(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
 class DataParallelMeshInfo:
     """A mesh, and which of its dimensions shard and replicate parameters.
 
-    Attributes:
-        mesh: the mesh.
-        shard_mesh_dim: the index of the dimension that parameters are sharded over, if any.
-        replicate_mesh_dim: the index of the dimension of replicas, if any.
-        dp_mesh_dims: the names of these dimensions, if parameters are DTensors on ``spmd_mesh``.
-        spmd_mesh: the mesh that ``mesh`` is a part of.
-
-    Raises:
-        UsageError: neither dimension is given; also an AssertionError."""
+    ``dp_mesh_dims`` names them if parameters are DTensors on ``spmd_mesh``, of which ``mesh`` is a
+    part. Without any dimension it is a UsageError and an AssertionError."""
 
     mesh: DeviceMesh
     shard_mesh_dim: int | None = None
@@ -207,9 +198,7 @@ def _no_dimension(names: str, where: str) -> AssertedUsageError:
 class ShardPlacementResult:
     """What ``shard_placement_fn`` may return: how to cut a parameter, and over which mesh.
 
-    Attributes:
-        placement: ``Shard(dim)``; None: ``Shard(0)``.
-        mesh_info: the mesh to shard the parameter over."""
+    ``placement`` is ``Shard(dim)``, or None for ``Shard(0)``."""
 
     placement: Shard | None
     mesh_info: FSDPMeshInfo
@@ -225,15 +214,7 @@ class Comm(abc.ABC):
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Return a buffer; its values do not matter.
-
-        Args:
-            size: the shape of the buffer; fsdp_compat passes (numel,).
-            dtype: its dtype.
-            device: its device.
-
-        Returns:
-            A contiguous tensor."""
+        """Return a contiguous buffer; its values do not matter. ``size`` is (numel,)."""
 
 
 class AllGather(Comm):
@@ -247,18 +228,11 @@ class AllGather(Comm):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Fill the output with every rank's input.
+        """Fill the output [ranks * S] with every rank's input [S], in rank order.
 
-        Collective: all ranks of ``group``.
+        Return the work to wait for, or None. ``async_op`` is always False when fsdp_compat calls.
 
-        Args:
-            output_tensor: [ranks * S], the inputs in rank order.
-            input_tensor: [S], this rank's part.
-            group: the ranks that take part.
-            async_op: always False when fsdp_compat calls.
-
-        Returns:
-            The work to wait for, or None."""
+        Collective: all ranks of ``group``."""
 
 
 class ReduceScatter(Comm):
@@ -273,16 +247,9 @@ class ReduceScatter(Comm):
         op: _ReduceOp,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Fill the output with this rank's part of the reduction of all inputs.
+        """Fill the output [S] with this rank's part of the reduction of all inputs [ranks * S].
 
-        Collective: all ranks of ``group``.
+        Return the work to wait for, or None. fsdp_compat passes SUM as ``op``, and
+        ``async_op=False``.
 
-        Args:
-            output_tensor: [S], this rank's part.
-            input_tensor: [ranks * S], a part for every rank.
-            group: the ranks that take part.
-            op: the reduction; fsdp_compat passes SUM.
-            async_op: always False when fsdp_compat calls.
-
-        Returns:
-            The work to wait for, or None."""
+        Collective: all ranks of ``group``."""

@@ -76,46 +76,59 @@ def convert(
     step: int | None = None,
     progress: bool = False,
 ) -> Path:
-    """Write the content of a checkpoint of any known format as one of another; return ``target``.
+    """Write the content of a checkpoint of any known format as one of another.
 
     One process; no process group, no GPU and no model. Values are converted tensor by tensor and
-    written as they come. ``target`` appears once everything in it is durable; nothing of it is
-    left if the call is interrupted or the process killed (the next call removes hidden leftovers).
+    written as they come. ``target`` appears once everything in it is durable; nothing of it is left
+    if the call is interrupted or the process killed (the next call removes hidden leftovers). Warns
+    (UserWarning) of values of the source that the target does not hold.
 
         convert("checkpoints/rank_files", "model", to="safetensors")
         convert("runs/7/step-00001200", "weights.pt", weights=True, dtype=torch.bfloat16)
 
-    path: a checkpoint; its kind is recognised. target: does not exist yet.
-    to: "safetensors" (a directory as Hugging Face lays it out), "safetensors-file", "torch" (a
-    torch.save file), "dcp" (torch.distributed.checkpoint) or "native" (a directory for
-    ``checkpoint.load``). Default: by the suffix of ``target``. Without one, with a ``world_size``
-    "dcp" from "dcp" and "native" from all else; otherwise safetensors.
-    world_size: ranks to cut the shards of "dcp" and "native" for, by default 1; any can load it.
-    unit: for "native": a regular expression; parameters whose names begin with the same match share
-    a shard, such as ``r"layers\\.\\d+\\."``. Default: one per dtype.
-    dtype: of the model's floating-point tensors in the target; default: their own.
-    rename: names in the target: a mapping from old names (to None: leave out), pairs of regular
-    expression and replacement, applied in order, or a function. Also for the optimizer.
-    include, exclude: regular expressions that are searched for in the original names: take the
-    parameters that match any of ``include``, and none of ``exclude``.
-    weights: take the model alone. Default: also the optimizer state and all other values, if the
-    target can hold them.
-    as_saved: for "torch": keep the nested containers and all names as they were saved. Excludes
-    ``dtype``, ``rename`` and everything that takes a part.
-    optimizer_names: names for the numbers under which torch.optim saves its parameters, in this
-    order, such as ``[name for name, _ in model.named_parameters()]`` if the optimizer got
-    ``model.parameters()``. A "native" target needs names; state with ``param_names`` has them.
-    shapes, ignore_class, keep_module: as for ``inspect``.
-    max_file_size: the most bytes of tensors in a file of "safetensors".
-    memory: bytes of values in memory at a time, in all workers together, at least 1 MiB. A tensor
-    whose elements lie scattered over a file may need as much as its own size, and files with
-    checksums are read in blocks of 4 MiB.
-    workers: threads. progress: show bytes and rate on stderr.
-    step: of the target, for "native"; default: the source's, or 0.
+    Args:
+        path: a checkpoint; its kind is recognised.
+        target: does not exist yet.
+        to: "safetensors" (a directory as Hugging Face lays it out), "safetensors-file", "torch" (a
+            torch.save file), "dcp" (torch.distributed.checkpoint) or "native" (a directory for
+            ``checkpoint.load``). Default: by the suffix of ``target``. Without one, with a
+            ``world_size`` "dcp" from "dcp" and "native" from all else; otherwise safetensors.
+        world_size: ranks to cut the shards of "dcp" and "native" for, by default 1; any can load
+            it.
+        unit: for "native": a regular expression; parameters whose names begin with the same match
+            share a shard, such as ``r"layers\\.\\d+\\."``. Default: one per dtype.
+        dtype: of the model's floating-point tensors in the target; default: their own.
+        rename: names in the target: a mapping from old names (to None: leave out), pairs of regular
+            expression and replacement, applied in order, or a function. Also for the optimizer.
+        include: regular expressions that are searched for in the original names: take the
+            parameters that match any of these; default: all.
+        exclude: the same: take none that matches any of these.
+        weights: take the model alone. Default: also the optimizer state and all other values, if
+            the target can hold them.
+        as_saved: for "torch": keep the nested containers and all names as they were saved. Excludes
+            ``dtype``, ``rename`` and everything that takes a part.
+        optimizer_names: names for the numbers under which torch.optim saves its parameters, in this
+            order, such as ``[name for name, _ in model.named_parameters()]`` if the optimizer got
+            ``model.parameters()``. A "native" target needs names; state with ``param_names`` has
+            them.
+        shapes: as for ``inspect``.
+        ignore_class: as for ``inspect``.
+        keep_module: as for ``inspect``.
+        max_file_size: the most bytes of tensors in a file of "safetensors".
+        memory: bytes of values in memory at a time, in all workers together, at least 1 MiB. A
+            tensor whose elements lie scattered over a file may need as much as its own size, and
+            files with checksums are read in blocks of 4 MiB.
+        workers: threads.
+        step: of the target, for "native"; default: the source's, or 0.
+        progress: show bytes and rate on stderr.
 
-    Raises UsageError if an argument is invalid, the target exists, or it cannot hold a value;
-    CheckpointError if the source is damaged, incomplete or refused; OSError if the target cannot be
-    written. Warns (UserWarning) of values of the source that the target does not hold."""
+    Returns:
+        ``target``.
+
+    Raises:
+        UsageError: an argument is invalid, the target exists, or it cannot hold a value.
+        CheckpointError: the source is damaged, incomplete or refused.
+        OSError: the target cannot be written."""
     path, target = Path(path), Path(target)
     require_free(target)
     to = _format_of(path, target, to, world_size)

@@ -103,7 +103,7 @@ def diff(
     workers: int = 1,
     progress: bool = False,
 ) -> Difference:
-    """Compare two checkpoints, of any two formats, and return what is different.
+    """Compare two checkpoints, of any two formats.
 
         found = diff("runs/7/step-00001200", "exported", weights=True, rtol=1e-2, any_dtype=True)
         for tensor in found.different:
@@ -113,25 +113,34 @@ def diff(
     the same one. Values other than tensors are compared within the same tolerance; a number equals
     a tensor of one element that holds it.
 
-    path, other: files or directories; their formats are recognised.
-    rtol, atol: two values are the same if they are at most ``atol + rtol * m`` apart, where m is
-    the larger of their magnitudes.
-    any_dtype: ignore dtypes, compare values.
-    include, exclude: regular expressions, searched in names of parameters and, for all else, in
-    paths. Only names with a match of one in ``include`` (if there is any) and of none in
-    ``exclude`` are compared.
-    weights: compare the model alone.
-    shapes, ignore_class, keep_module: as for ``inspect``, for both.
-    memory: bytes of values in memory at a time, by all workers together; at least 1 MiB.
-    workers: threads. progress: show bytes and rate on stderr.
+    Args:
+        path: a file or a directory; its format is recognised.
+        other: the same.
+        rtol: two values are the same if they are at most ``atol + rtol * m`` apart, where m is the
+            larger of their magnitudes.
+        atol: see ``rtol``.
+        any_dtype: ignore dtypes, compare values.
+        include: regular expressions, searched in names of parameters and, for all else, in paths:
+            compare what matches any of these; default: all.
+        exclude: the same: compare nothing that matches any of these.
+        weights: compare the model alone.
+        shapes: as for ``inspect``, for both.
+        ignore_class: as for ``inspect``.
+        keep_module: as for ``inspect``.
+        memory: as for ``verify``.
+        workers: threads.
+        progress: show bytes and rate on stderr.
 
-    Returns ``path``, ``other``, ``is_same``, ``missing`` and ``added`` (tensors of ``path`` alone
-    and of ``other`` alone), ``tensors`` of both, ``different`` of these, and ``values`` that
-    differ. A tensor has ``path``, ``dtypes``, ``shapes``, ``num_different``, ``max_absolute`` and
-    ``max_relative``; a value has ``path``, ``one`` and ``other``.
+    Returns:
+        ``path``, ``other``, ``is_same``, ``missing`` and ``added`` (tensors of ``path`` alone and
+        of ``other`` alone), ``tensors`` of both, ``different`` of these, and ``values`` that
+        differ. A tensor has ``path``, ``dtypes``, ``shapes``, ``num_different``, ``max_absolute``
+        and ``max_relative``; a value has ``path``, ``one`` and ``other``.
 
-    Raises CheckpointError if one of them is not a checkpoint, or is damaged, incomplete or refused;
-    UsageError for wrong arguments; OSError."""
+    Raises:
+        CheckpointError: one of them is not a checkpoint, or is damaged, incomplete or refused.
+        UsageError: an argument is invalid.
+        OSError: a file cannot be read."""
     require_arguments(
         _CALL,
         progress,

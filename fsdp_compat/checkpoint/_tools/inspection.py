@@ -141,32 +141,39 @@ def inspect(
     workers: int = 1,
     progress: bool = False,
 ) -> Inspection:
-    """Return what a checkpoint of any format holds. Only headers and metadata are read.
+    """Return what a checkpoint of any format holds; only headers and metadata are read.
 
         for tensor in inspect("runs/7/step-00001200").tensors:
             print(tensor.path, tensor.dtype, tensor.shape, tensor.ranks)
 
-    path: a file or a directory; its format is recognised.
-    include, exclude: patterns that choose what is returned, as for ``diff``.
-    stats: also read the values of these tensors, for their smallest, largest and mean value.
-    shapes: for flat files of FSDP1 (LOCAL_STATE_DICT), which hold none: a checkpoint of whole
-    tensors, or "module:function", which returns the model and is called without arguments on the
-    meta device. Without it, parameters stay flat.
-    ignore_class: full names of classes, such as "omegaconf.dictconfig.DictConfig", whose objects in
-    torch.save files are left out, not refused.
-    keep_module: keep a "module." that all names begin with. Without it, it counts as the prefix
-    that DistributedDataParallel adds, and is removed; native checkpoints keep it in any case.
-    memory, workers: as for ``verify``. progress: show bytes and rate on stderr.
+    Args:
+        path: a file or a directory; its format is recognised.
+        include: patterns that choose what is returned, as for ``diff``.
+        exclude: as for ``diff``.
+        stats: also read the values of these tensors, for their smallest, largest and mean value.
+        shapes: for flat files of FSDP1 (LOCAL_STATE_DICT), which hold none: a checkpoint of whole
+            tensors, or "module:function", which returns the model and is called without arguments
+            on the meta device. Without it, parameters stay flat.
+        ignore_class: full names of classes, such as "omegaconf.dictconfig.DictConfig", whose
+            objects in torch.save files are left out, not refused.
+        keep_module: keep a "module." that all names begin with. Without it, it counts as the prefix
+            of DistributedDataParallel, and is removed; native checkpoints keep it in any case.
+        memory: as for ``verify``.
+        workers: threads.
+        progress: show bytes and rate on stderr.
 
-    Returns ``path``, ``kind`` (the format), ``tensors``, ``aliases`` (second names of tied
-    tensors), ``values`` (all else, shortened), ``world_size``, ``step``, ``left_out`` (what could
-    not be read), ``nbytes``, ``nbytes_by_section()`` and ``nbytes_by_rank()``. A tensor has
-    ``path`` ("model/...", "optimizer/<parameter>/<key>" or "extra/..."), ``dtype``, ``shape``,
-    ``nbytes``, ``ranks``, ``parts`` (each with ``offsets``, ``sizes``, ``rank``, ``file`` and
-    ``start``) and, with ``stats``, ``minimum``, ``maximum`` and ``mean``.
+    Returns:
+        ``path``, ``kind`` (the format), ``tensors``, ``aliases`` (second names of tied tensors),
+        ``values`` (all else, shortened), ``world_size``, ``step``, ``left_out`` (what could not be
+        read), ``nbytes``, ``nbytes_by_section()`` and ``nbytes_by_rank()``. A tensor has ``path``
+        ("model/...", "optimizer/<parameter>/<key>" or "extra/..."), ``dtype``, ``shape``,
+        ``nbytes``, ``ranks``, ``parts`` (each with ``offsets``, ``sizes``, ``rank``, ``file`` and
+        ``start``) and, with ``stats``, ``minimum``, ``maximum`` and ``mean``.
 
-    Raises CheckpointError if it is not a checkpoint, or is damaged, incomplete or refused;
-    UsageError for wrong arguments; OSError."""
+    Raises:
+        CheckpointError: it is not a checkpoint, or is damaged, incomplete or refused.
+        UsageError: an argument is invalid.
+        OSError: a file cannot be read."""
     require_arguments(
         _CALL, progress, include=include, exclude=exclude, memory=memory, workers=workers
     )

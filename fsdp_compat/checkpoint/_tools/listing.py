@@ -56,19 +56,27 @@ class Listing(Facts):
 def list_checkpoints(
     folder: str | os.PathLike[str], *, ignore_class: Collection[str] = (), progress: bool = False
 ) -> Listing:
-    """Return the checkpoints in a run's folder, of any format, or the folder itself if its files
-    are one. No values are read: headers, metadata and the lengths of files.
+    """Return the checkpoints in a run's folder, of any format, or the folder if it is one itself.
 
         for each in list_checkpoints("runs/7").checkpoints:
             print(each.path, each.step, each.nbytes, each.problem or "complete")
 
-    Returns ``path``, ``checkpoints`` by step (each with ``path``, ``kind``, ``step``,
-    ``world_size``, ``nbytes`` and ``problem``, empty if none was found), and ``latest``, the path
-    of the highest step without a problem, or None.
+    No values are read: headers, metadata and the lengths of files.
 
-    ignore_class: as for ``inspect``. progress: show on stderr how long it takes.
+    Args:
+        folder: the folder.
+        ignore_class: as for ``inspect``.
+        progress: show on stderr how long it takes.
 
-    Raises CheckpointError if there are none; UsageError for wrong arguments; OSError."""
+    Returns:
+        ``path``, ``checkpoints`` by step (each with ``path``, ``kind``, ``step``, ``world_size``,
+        ``nbytes`` and ``problem``, empty if none was found), and ``latest``, the path of the
+        highest step without a problem, or None.
+
+    Raises:
+        CheckpointError: there are none.
+        UsageError: an argument is invalid.
+        OSError: the folder cannot be read."""
     require_arguments("checkpoint.files.list_checkpoints", progress, folder=folder)
     folder = Path(folder)
     paths = [path for path in sorted(folder.iterdir()) if _is_candidate(path)]

@@ -100,24 +100,32 @@ def verify(
     checkpoint says and inside its directory. The values are read: checksums are compared, copies by
     replicas have to be equal, and NaN and infinite values are counted for each tensor. Files of
     native checkpoints, torch.save and torch.distributed.checkpoint have checksums; those of
-    safetensors do not: ``num_without_checksum`` counts the tensors whose
-    values could have changed unnoticed.
+    safetensors do not: ``num_without_checksum`` counts the tensors whose values could have changed
+    unnoticed. Damage that prevents opening the checkpoint is reported as a problem; the files of a
+    native one are still compared.
 
-    path: a file or a directory; its format is recognised.
-    quick: read no values and compare no checksums, which takes seconds.
-    finite: values that are NaN or infinite are a problem.
-    shapes, ignore_class, keep_module: as for ``inspect``.
-    memory: bytes of values in memory at a time, by all workers together; at least 1 MiB.
-    workers: threads. progress: show bytes and rate on stderr.
+    Args:
+        path: a file or a directory; its format is recognised.
+        quick: read no values and compare no checksums, which takes seconds.
+        finite: values that are NaN or infinite are a problem.
+        shapes: as for ``inspect``.
+        ignore_class: as for ``inspect``.
+        keep_module: as for ``inspect``.
+        memory: bytes of values in memory at a time, by all workers together; at least 1 MiB.
+        workers: threads.
+        progress: show bytes and rate on stderr.
 
-    Returns ``path``, ``kind``, ``tensors`` (each with ``path``, ``dtype``, ``shape``, ``num_nan``
-    and ``num_inf``), ``problems``, ``num_checksums``, ``num_without_checksum``, ``nbytes``,
-    ``left_out``, ``is_intact`` and ``num_not_finite``. A problem has ``kind`` ("coverage",
-    "checksum", "file", "copies", "optimizer" or "not finite"), ``where`` and ``what``.
+    Returns:
+        ``path``, ``kind``, ``tensors`` (each with ``path``, ``dtype``, ``shape``, ``num_nan`` and
+        ``num_inf``), ``problems``, ``num_checksums``, ``num_without_checksum``, ``nbytes``,
+        ``left_out``, ``is_intact`` and ``num_not_finite``. A problem has ``kind`` ("coverage",
+        "checksum", "file", "copies", "optimizer" or "not finite"), ``where`` and ``what``.
 
-    Damage that prevents opening the checkpoint is reported as a problem; the files of a native one
-    are still compared. Raises CheckpointError if there is no checkpoint, or if it holds objects of
-    a class that is not in ``ignore_class``; UsageError for wrong arguments; OSError."""
+    Raises:
+        CheckpointError: there is no checkpoint, or it holds objects of a class that is not in
+            ``ignore_class``.
+        UsageError: an argument is invalid.
+        OSError: a file cannot be read."""
     require_arguments(_CALL, progress, memory=memory, workers=workers)
     if finite and quick:
         raise unusable("finite", "False with quick: no values are read", finite, _CALL)
