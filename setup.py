@@ -10,7 +10,7 @@ class SourceDistribution(sdist):
     def make_distribution(self) -> None:
         for folder in (".ci", "examples", "tests"):
             self.filelist.graft(folder)
-        self.filelist.extend([".editorconfig", ".gitignore", "CHANGELOG.md"])
+        self.filelist.extend([".editorconfig", ".gitignore", ".ruff.toml", "CHANGELOG.md"])
         self.filelist.global_exclude("*.py[cod]")
         self.filelist.prune("examples/runs")
         super().make_distribution()
