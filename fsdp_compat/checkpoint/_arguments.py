@@ -56,8 +56,6 @@ _ARGUMENTS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "rename": ("a function of a name, or None", callable),
     "dtype": ("a floating-point dtype, or None", _is_floating),
     "max_file_size": ("a number of bytes, at least 1", _at_least(1)),
-    "memory": ("a number of bytes, at least 1 MiB", _at_least(1 << 20)),
-    "workers": ("a number of threads, at least 1", _at_least(1)),
     "world_size": ("a number of ranks, at least 1, or None", _at_least(1)),
     "rtol": ("a finite number of at least 0", _is_tolerance),
     "atol": ("a finite number of at least 0", _is_tolerance),

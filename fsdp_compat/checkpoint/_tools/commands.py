@@ -124,20 +124,6 @@ _READING = [
         "keep a 'module.' that all names begin with; by default it is removed, as the prefix that "
         "DistributedDataParallel adds. Native checkpoints always keep it",
     ),
-    _value(
-        "--memory",
-        "values in memory at a time: 256MiB (default), 2GB",
-        size,
-        default="256MiB",
-        metavar="SIZE",
-    ),
-    _value(
-        "--workers",
-        "number of threads; default: 4, or the number of processors",
-        int,
-        default=min(4, os.cpu_count() or 1),
-        metavar="N",
-    ),
 ]
 _SELECTION = [
     _several("--include", "only tensors whose names match", regex, "REGEX"),

@@ -25,7 +25,7 @@ from .dcp import is_dcp, write_dcp
 from .native import write_native
 from .opening import open_archive, problems_of
 from .optimizer_tree import name_optimizer
-from .reading import SLAB_NBYTES, Files
+from .reading import Files
 from .safetensors_files import write_safetensors, write_safetensors_file
 from .shapes import Shapes
 from .torch_save import state_dict_of, write_torch
@@ -71,15 +71,14 @@ def convert(
     ignore_class: Collection[str] = (),
     keep_module: bool = False,
     max_file_size: int = 5_000_000_000,
-    memory: int = 256 << 20,
-    workers: int = 1,
     step: int | None = None,
     progress: bool = False,
 ) -> Path:
     """Write the content of a checkpoint of any known format as one of another.
 
     One process; no process group, no GPU and no model. Values are converted tensor by tensor and
-    written as they come. ``target`` appears once everything in it is durable; nothing of it is left
+    written as they come, at most 256 MiB at a time: only a tensor whose elements lie scattered over
+    a file may need its own size. ``target`` appears once everything in it is durable; nothing of it is left
     if the call is interrupted or the process killed (the next call removes hidden leftovers). Warns
     (UserWarning) of values of the source that the target does not hold.
 
@@ -115,10 +114,6 @@ def convert(
         ignore_class: as for ``inspect``.
         keep_module: as for ``inspect``.
         max_file_size: the most bytes of tensors in a file of "safetensors".
-        memory: bytes of values in memory at a time, in all workers together, at least 1 MiB. A
-            tensor whose elements lie scattered over a file may need as much as its own size, and
-            files with checksums are read in blocks of 4 MiB.
-        workers: threads.
         step: of the target, for "native"; default: the source's, or 0.
         progress: show bytes and rate on stderr.
 
@@ -141,8 +136,6 @@ def convert(
         include=include,
         exclude=exclude,
         max_file_size=max_file_size,
-        memory=memory,
-        workers=workers,
         step=0 if step is None else step,
     )
     changes = (dtype, rename, *include, *exclude, optimizer_names, weights)
@@ -180,8 +173,6 @@ def convert(
             unit,
             max_file_size,
             next(each for each in steps if each is not None),
-            min(SLAB_NBYTES, memory // (4 * workers)),
-            workers,
             tick,
         )
         FORMATS[to].write(wanted, hidden, options, files)

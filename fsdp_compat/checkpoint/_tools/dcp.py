@@ -27,7 +27,7 @@ from .._texts import brief, count_in, found_in, parse_json, read_text, shape_in,
 from .archive import Archive, NotRead, StoredPiece, StoredTensor, coverage_problem, whole_box
 from .paths import member
 from .pickles import Record
-from .reading import Files, read_all, read_box
+from .reading import SLAB_NBYTES, Files, read_all, read_box
 from .safetensors_files import of_info
 from .threads import for_each
 from .torch_save import ZIP, read_torch_range, state_dict_of, unpickle
@@ -348,8 +348,8 @@ def _finished(value: Any, path: Path, gaps: list[int]) -> Any:
 def write_dcp(archive: Archive, path: Path, options: WriteOptions, files: Files) -> None:
     """Write a directory that ``torch.distributed.checkpoint`` loads, also into this package's front
     ends. Tensors are cut along dim 0 for ``options.world_size`` ranks, one file each, and into
-    chunks of ``options.slab_nbytes`` or one row, of which a worker holds one. Tied tensors are
-    written under each name. Imports torch.distributed.checkpoint, which may import torch's FSDP.
+    chunks of 16 MiB or one row, of which a thread holds one. Tied tensors are written under each
+    name. Imports torch.distributed.checkpoint, which may import torch's FSDP.
     Raises UsageError if two values would get one name, CheckpointError and OSError."""
     from torch.distributed.checkpoint import metadata as described
 
@@ -381,7 +381,7 @@ def write_dcp(archive: Archive, path: Path, options: WriteOptions, files: Files)
         return places
 
     path.mkdir()
-    written = for_each(range(options.world_size), write, workers=options.workers)
+    written = for_each(range(options.world_size), write)
     paths: Any = {name: keys for name, (keys, _) in values.items()}
     places = {index: place for of_rank in written for index, place in of_rank.items()}
     with new_file(path / ".metadata") as file:
@@ -441,7 +441,7 @@ def _boxes(tensor: StoredTensor, options: WriteOptions) -> Iterator[tuple[int, B
         return
     rows, *rest = tensor.shape
     share = -(-rows // options.world_size)
-    at_once = max(options.slab_nbytes // max(tensor.nbytes // rows, 1), 1)
+    at_once = max(SLAB_NBYTES // max(tensor.nbytes // rows, 1), 1)
     for rank, first in enumerate(range(0, rows, share)):
         stop = min(first + share, rows)
         for start in range(first, stop, at_once):

@@ -20,7 +20,7 @@ from .arithmetic import Distance, comparable, distance
 from .inspection import Facts, path_selection, plain_values
 from .opening import open_archive
 from .reading import SLAB_NBYTES, Files, boxes_of, read, read_box
-from .threads import MEMORY, for_each
+from .threads import for_each
 
 _CALL = "checkpoint.files.diff"
 _TEMPORARY_NBYTES = 96  # per element: both values in float64, and what is computed from them
@@ -99,8 +99,6 @@ def diff(
     shapes: str | os.PathLike[str] | None = None,
     ignore_class: Collection[str] = (),
     keep_module: bool = False,
-    memory: int = MEMORY,
-    workers: int = 1,
     progress: bool = False,
 ) -> Difference:
     """Compare two checkpoints, of any two formats.
@@ -127,8 +125,6 @@ def diff(
         shapes: as for ``inspect``, for both.
         ignore_class: as for ``inspect``.
         keep_module: as for ``inspect``.
-        memory: as for ``verify``.
-        workers: threads.
         progress: show bytes and rate on stderr.
 
     Returns:
@@ -148,8 +144,6 @@ def diff(
         atol=atol,
         include=include,
         exclude=exclude,
-        memory=memory,
-        workers=workers,
     )
     is_selected = path_selection(include, exclude)
 
@@ -168,9 +162,7 @@ def diff(
                 _compared,
                 files=files,
                 tolerance=(rtol, atol),
-                numel=max(min(memory // workers, SLAB_NBYTES) // _TEMPORARY_NBYTES, 1),
             ),
-            workers=workers,
             what="diff",
             total_nbytes=sum(one.nbytes + other.nbytes for _, one, other in pairs),
             progress=progress,
@@ -237,14 +229,14 @@ def _only_in(side: dict[str, Any], paired: Iterable[StoredTensor]) -> tuple[str,
 
 
 def _compared(
-    pair: _Pair, tick: Tick, files: Files, tolerance: tuple[float, float], numel: int
+    pair: _Pair, tick: Tick, files: Files, tolerance: tuple[float, float]
 ) -> TensorDifference:
-    """Compare two tensors, with ``numel`` elements in memory at a time."""
+    """Compare two tensors, part by part."""
     path, one, other = pair
     found: Distance | None = None
     if one.shape == other.shape:
         found = Distance()
-        for box in boxes_of(one.shape, numel):
+        for box in boxes_of(one.shape, SLAB_NBYTES // _TEMPORARY_NBYTES):
             values = [read_box(side, box, files).view(-1) for side in (one, other)]
             found += distance(values[0], values[1], *tolerance)
             tick(sum(side.nbytes for side in values))

@@ -20,7 +20,7 @@ from .archive import Archive, Span, StoredPiece, StoredTensor
 from .arithmetic import comparable, extremes_and_mean
 from .opening import open_archive
 from .reading import SLAB_NBYTES, Files, values_of
-from .threads import MEMORY, for_each
+from .threads import for_each
 from .walk import leaves
 
 _CALL = "checkpoint.files.inspect"
@@ -137,8 +137,6 @@ def inspect(
     shapes: str | os.PathLike[str] | None = None,
     ignore_class: Collection[str] = (),
     keep_module: bool = False,
-    memory: int = MEMORY,
-    workers: int = 1,
     progress: bool = False,
 ) -> Inspection:
     """Return what a checkpoint of any format holds; only headers and metadata are read.
@@ -158,8 +156,6 @@ def inspect(
             objects in torch.save files are left out, not refused.
         keep_module: keep a "module." that all names begin with. Without it, it counts as the prefix
             of DistributedDataParallel, and is removed; native checkpoints keep it in any case.
-        memory: as for ``verify``.
-        workers: threads.
         progress: show bytes and rate on stderr.
 
     Returns:
@@ -174,15 +170,13 @@ def inspect(
         CheckpointError: it is not a checkpoint, or is damaged, incomplete or refused.
         UsageError: an argument is invalid.
         OSError: a file cannot be read."""
-    require_arguments(
-        _CALL, progress, include=include, exclude=exclude, memory=memory, workers=workers
-    )
+    require_arguments(_CALL, progress, include=include, exclude=exclude)
     is_selected = path_selection(include, exclude)
     archive = open_archive(path, shapes, ignore_class, keep_module, progress)
     stored = [each for each in archive.all_tensors() if is_selected(each[0])]
     numbers: Sequence[_Numbers] = [(None, None, None)] * len(stored)
     if stats:
-        numbers = _statistics([tensor for _, tensor in stored], memory, workers, progress)
+        numbers = _statistics([tensor for _, tensor in stored], progress)
     found = zip(stored, numbers, strict=True)
     return Inspection(
         path=archive.path,
@@ -216,22 +210,18 @@ def path_selection(include: Collection[str], exclude: Collection[str]) -> Callab
 _Numbers = tuple[float, float, float] | tuple[None, None, None]
 
 
-def _statistics(
-    tensors: Sequence[StoredTensor], memory: int, workers: int, progress: bool
-) -> list[_Numbers]:
+def _statistics(tensors: Sequence[StoredTensor], progress: bool) -> list[_Numbers]:
     """Return the smallest, the largest and the mean value of each, if its dtype has them."""
-    numel = min(memory // workers, SLAB_NBYTES) // _TEMPORARY_NBYTES
 
     def look_at(tensor: StoredTensor, tick: Tick) -> _Numbers:
         if tensor.dtype.is_complex or not comparable(tensor.dtype) or not tensor.numel:
             return None, None, None
-        return extremes_and_mean(values_of(tensor, files, numel, tick))
+        return extremes_and_mean(values_of(tensor, files, SLAB_NBYTES // _TEMPORARY_NBYTES, tick))
 
     with Files() as files:
         return for_each(
             tensors,
             look_at,
-            workers=workers,
             what="inspect",
             total_nbytes=sum(tensor.nbytes for tensor in tensors),
             progress=progress,

@@ -436,7 +436,7 @@ def write_native(archive: Archive, path: Path, options: WriteOptions, files: Fil
         metadata = file.head.as_metadata()
         return write_file(path / file_name(number), file.tensors, metadata, options.tick)
 
-    facts = for_each(range(options.world_size), write, workers=options.workers)
+    facts = for_each(range(options.world_size), write)
     write_text(path / MANIFEST, target.manifest(facts).as_text())
 
 
@@ -477,7 +477,7 @@ class _Target:
 
     def file(self, rank: int) -> RankFile:
         """Return the content of the file of a rank."""
-        file = RankFile(lambda tensor: Elements.of(tensor, self._files, self._options))
+        file = RankFile(lambda tensor: Elements.all_of(tensor, self._files))
         file.head.identity, file.head.number = self._identity, rank
         for group in self._groups:
             params = [self._archive.tensors[names[0]] for names in group.names]
@@ -492,7 +492,7 @@ class _Target:
 
     def _part(self, group: FlatGroup, index: int, rank: int, tensor: StoredTensor) -> FilePart:
         part = group.layout.part(index, rank)
-        values = Elements.of(tensor, self._files, self._options, part)
+        values = Elements(tensor, part, self._files)
         return FilePart(group.layout.part_in_shard(index, rank).start, values)
 
     def _states(self, group: FlatGroup, rank: int) -> Iterator[tuple[Any, list[int], Any]]:

@@ -30,7 +30,7 @@ from .archive import Checksum, Span, StoredTensor, moved, slices, whole_box
 from .walk import map_values
 
 _MAX_OPEN = 64
-SLAB_NBYTES = 16 << 20
+SLAB_NBYTES = 16 << 20  # of values, and of what is computed from them, in memory in each thread
 AT_ONCE_NBYTES = 1 << 20  # read and written at once: what caches hold is copied twice as fast
 SKIPPED_NBYTES = 4096  # between two rows: from here on, two system calls take less than reading it
 NUM_BUFFERS = 4  # blocks in memory that are being read, or whose checksums are being computed

@@ -137,17 +137,18 @@ class FileImage:
         self,
         path: Path,
         contents: Callable[[str], Iterable[tuple[Box, torch.Tensor]]],
-        workers: int = 1,
+        in_threads: bool = False,
     ) -> int:
         """Write values durably, (box, values) by key; return how many bytes."""
         descriptor = os.open(path, os.O_WRONLY)
 
-        def write(item: tuple[str, TensorInfo], _: object) -> int:
+        def write(item: tuple[str, TensorInfo], _: object = None) -> int:
             key, info = item
             return sum(_write_box(descriptor, info, *each) for each in contents(key))
 
         try:
-            nbytes = sum(for_each(list(self.tensors.items()), write, workers=workers))
+            items = list(self.tensors.items())
+            nbytes = sum(for_each(items, write) if in_threads else map(write, items))
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
@@ -245,9 +246,9 @@ def _write_file(
     image: FileImage, archive: Archive, path: Path, options: WriteOptions, files: Files
 ) -> None:
     def contents(name: str) -> Iterator[tuple[Box, torch.Tensor]]:
-        for box, values in Elements.of(archive.tensors[name], files, options).chunks():
+        for box, values in Elements.all_of(archive.tensors[name], files).chunks():
             yield box, values
             options.tick(values.nbytes)
 
     image.create(path)
-    image.write(path, contents, options.workers)
+    image.write(path, contents, in_threads=True)

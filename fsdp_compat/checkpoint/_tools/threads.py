@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
@@ -9,7 +10,7 @@ from typing import TypeVar
 
 from ..._progress import Tick, progress_bar
 
-MEMORY = 268_435_456  # bytes of values at a time, unless the caller says otherwise
+THREADS = min(4, os.cpu_count() or 1)
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -19,14 +20,13 @@ def for_each(
     items: Sequence[_T],
     work: Callable[[_T, Tick], _R],
     *,
-    workers: int,
     what: str = "",
     total_nbytes: int = 0,
     progress: bool = False,
 ) -> list[_R]:
     """Return ``work(item, tick)`` of all items, in order. The first exception ends all work."""
     with progress_bar(progress, what, total_nbytes) as advance:
-        if workers == 1 or len(items) < 2:
+        if THREADS == 1 or len(items) < 2:
             return [work(item, advance) for item in items]
         lock, errors = threading.Lock(), list[BaseException]()
 
@@ -43,7 +43,7 @@ def for_each(
                 errors.append(error)
                 raise
 
-        with ThreadPoolExecutor(min(workers, len(items))) as pool:
+        with ThreadPoolExecutor(min(THREADS, len(items))) as pool:
             futures = [pool.submit(until_stopped, item) for item in items]
             try:
                 wait(futures, return_when=FIRST_EXCEPTION)

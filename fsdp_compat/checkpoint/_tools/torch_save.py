@@ -275,8 +275,8 @@ _KINDS = {
 
 
 def write_torch(archive: Archive, path: Path, options: WriteOptions, files: Files) -> None:
-    """Write a torch.save file of ``state_dict_of``, in which tied tensors share storages. Holds
-    ``options.slab_nbytes``. Raises CheckpointError and OSError."""
+    """Write a torch.save file of ``state_dict_of``, in which tied tensors share storages.
+    Raises CheckpointError and OSError."""
     text = io.BytesIO()
     pickler = _Pickler(text)
     pickler.dump(state_dict_of(archive))
@@ -287,7 +287,7 @@ def write_torch(archive: Archive, path: Path, options: WriteOptions, files: File
         _add(target, "byteorder", b"little")
         for number, tensor in enumerate(pickler.tensors):
             with _record(target, f"data/{number}", nbytes_to_write(tensor)) as record:
-                for _, values in Elements.of(tensor, files, options).chunks():
+                for _, values in Elements.all_of(tensor, files).chunks():
                     record.write(memory_of(values))
                     options.tick(values.nbytes)
         _add(target, "version", b"3\n")

@@ -25,10 +25,9 @@ from .native import files_of_native, native_in
 from .opening import open_archive
 from .paths import require_inside
 from .reading import AT_ONCE_NBYTES, Files, boxes_of, read_box, values_of
-from .threads import MEMORY, for_each
+from .threads import for_each
 
 _CALL = "checkpoint.files.verify"
-_TEMPORARY = 12  # bytes in memory for each byte of a tensor that is looked at
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,13 +86,11 @@ def verify(
     shapes: str | os.PathLike[str] | None = None,
     ignore_class: Collection[str] = (),
     keep_module: bool = False,
-    memory: int = MEMORY,
-    workers: int = 1,
     progress: bool = False,
 ) -> Verification:
     """Check a checkpoint of any format, and return every problem found.
 
-        result = verify("runs/7/step-00001200", workers=4)
+        result = verify("runs/7/step-00001200")
         assert result.is_intact, result.problems
 
     Every element of every tensor has to be in the files exactly once, every file as long as the
@@ -111,8 +108,6 @@ def verify(
         shapes: as for ``inspect``.
         ignore_class: as for ``inspect``.
         keep_module: as for ``inspect``.
-        memory: bytes of values in memory at a time, by all workers together; at least 1 MiB.
-        workers: threads.
         progress: show bytes and rate on stderr.
 
     Returns:
@@ -141,17 +136,15 @@ def verify(
         if native := native_in(archive.path):
             with contextlib.suppress(CheckpointError):
                 archive = files_of_native(native)
-    verifier = _Verifier(archive, not quick, finite, memory // workers // _TEMPORARY)
-    found = verifier.run(workers, progress)
+    found = _Verifier(archive, not quick, finite).run(progress)
     return dataclasses.replace(found, problems=found.problems or problems)
 
 
 class _Verifier:
-    """One call of ``verify``. nbytes: of values in memory at a time, in each thread."""
+    """One call of ``verify``."""
 
-    def __init__(self, archive: Archive, values: bool, finite: bool, nbytes: int) -> None:
+    def __init__(self, archive: Archive, values: bool, finite: bool) -> None:
         self._archive, self._values, self._finite = archive, values, finite
-        self._nbytes = nbytes
         # Each block and record is compared once, apart from the tensors that lie in it.
         self._blocks, self._files = Files(archive.checksums), Files(compares_records=False)
         self._tensors = list(archive.all_tensors())
@@ -166,7 +159,7 @@ class _Verifier:
             if span.checksum is not None:
                 self._records.setdefault((span.path, span.checksum), []).append(path)
 
-    def run(self, workers: int, progress: bool) -> Verification:
+    def run(self, progress: bool) -> Verification:
         archive, checksums = self._archive, self._archive.checksums
         problems = list(self._of_files())
         problems += [
@@ -184,7 +177,6 @@ class _Verifier:
             results = for_each(
                 items,
                 self._look_at,
-                workers=workers,
                 what="verify",
                 total_nbytes=sum(what.nbytes for _, what in items),
                 progress=progress and self._values,
@@ -259,7 +251,7 @@ class _Verifier:
     def _count(self, tensor: StoredTensor, tick: Tick) -> tuple[int, int]:
         """Return how many elements are NaN, and how many infinite."""
         num_nan = num_inf = 0
-        numel = min(self._nbytes, AT_ONCE_NBYTES) // tensor.dtype.itemsize
+        numel = AT_ONCE_NBYTES // tensor.dtype.itemsize
         for values in values_of(tensor, self._files, numel, tick):
             found = count_not_finite(values)
             num_nan, num_inf = num_nan + found[0], num_inf + found[1]
@@ -270,7 +262,7 @@ class _Verifier:
         for copy in tensor.copies:
             alone = dataclasses.replace(tensor, pieces=(copy,), copies=())
             num_different = 0
-            for inner in boxes_of(copy.box.sizes, self._nbytes // tensor.dtype.itemsize):
+            for inner in boxes_of(copy.box.sizes, AT_ONCE_NBYTES // tensor.dtype.itemsize):
                 box = moved(inner, copy.box.offsets)
                 values = [read_box(side, box, self._files) for side in (tensor, alone)]
                 num_different += count_unequal(*values)

@@ -17,7 +17,7 @@ from .. import _blocks as blocks
 from .._blocks import BlockWriter, FileFacts
 from .._header import encode_header
 from .archive import StoredTensor, moved
-from .reading import AT_ONCE_NBYTES, SLAB_NBYTES, Files, boxes_of, read_box
+from .reading import AT_ONCE_NBYTES, Files, boxes_of, read_box
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,8 +28,6 @@ class WriteOptions:
     unit: str | None = None  # regular expression: parameters with the same match share a unit
     max_file_size: int = 5_000_000_000  # of tensors in one file
     step: int = 0
-    slab_nbytes: int = SLAB_NBYTES  # of values in memory at a time, per worker
-    workers: int = 1  # threads
     tick: Tick = no_tick
 
 
@@ -51,15 +49,10 @@ class Elements:
     tensor: StoredTensor
     part: Interval
     files: Files
-    at_once_nbytes: int = AT_ONCE_NBYTES
 
     @staticmethod
-    def of(
-        tensor: StoredTensor, files: Files, options: WriteOptions, part: Interval | None = None
-    ) -> Elements:
-        """part: of the elements; default: all."""
-        part = Interval(0, tensor.numel) if part is None else part
-        return Elements(tensor, part, files, min(options.slab_nbytes, AT_ONCE_NBYTES))
+    def all_of(tensor: StoredTensor, files: Files) -> Elements:
+        return Elements(tensor, Interval(0, tensor.numel), files)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -70,7 +63,7 @@ class Elements:
 
     def chunks(self) -> Iterator[tuple[Box, torch.Tensor]]:
         """Yield (box, values to write), each in new memory: a second thread still reads it."""
-        most = max(self.at_once_nbytes // self.tensor.dtype.itemsize, 1)
+        most = max(AT_ONCE_NBYTES // self.tensor.dtype.itemsize, 1)
         for box in cut_into_boxes(self.tensor.shape, self.part):
             for inner in boxes_of(box.sizes, most):
                 place = moved(inner, box.offsets)

@@ -216,11 +216,10 @@ def test_the_answer_no_is_1(
         (["inspect"], "the following arguments are required: path"),
         (["inspect", "nowhere"], "'nowhere' does not exist"),
         (["inspekt", "nowhere"], "there is no command 'inspekt'"),
-        (["verify", ".", "--workers", "0"], "a number of threads, at least 1"),
         (["verify", ".", "--work", "1"], "unrecognized arguments: --work"),
-        (["verify", ".", "--memory", "5 apples"], "'5 apples' is not a size"),
-        (["verify", ".", "--memory", "0"], "'0' is not a size"),
-        (["verify", ".", "--memory", "5iB"], "'5iB' is not a size"),
+        (["convert", ".", "t", "--max-file-size", "5 apples"], "'5 apples' is not a size"),
+        (["convert", ".", "t", "--max-file-size", "0"], "'0' is not a size"),
+        (["convert", ".", "t", "--max-file-size", "5iB"], "'5iB' is not a size"),
         (["verify", ".", "--quick", "--finite"], "no values are read"),
         (["convert", ".", "t", "--dtype", "float33"], "'float33' is not a dtype"),
         (["convert", ".", "t", "--dtype", "nn"], "'nn' is not a dtype"),
@@ -330,16 +329,14 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     "convert m t.pt --rename a=>b --rename ^x=>": {"rename": [("a", "b"), ("^x", "")]},
     "convert m t.pt --as-saved": {"as_saved": True},
     "convert m t.pt --weights": {"weights": True},
-    "convert m t --to native --world-size 4 --unit b --workers 3 --step 0": {
-        **{"to": "native", "world_size": 4, "unit": "b", "step": 0, "workers": 3}
+    "convert m t --to native --world-size 4 --unit b --step 0": {
+        **{"to": "native", "world_size": 4, "unit": "b", "step": 0}
     },
     "convert m t --world-size 2 --include x --include y": {
         **{"world_size": 2, "include": ["x", "y"]}
     },
     **{
-        f"convert m t --memory {size} --max-file-size {size}": {
-            **{"memory": nbytes, "max_file_size": nbytes}
-        }
+        f"convert m t --max-file-size {size}": {"max_file_size": nbytes}
         for size, nbytes in SIZES.items()
     },
 }
@@ -361,8 +358,7 @@ def test_arguments_reach_convert(
     _, source, target, *_ = shlex.split(program)
     result = run(*shlex.split(program))
     assert result.stdout == f"{target}\n", result.output
-    expected = {"path": Path(source), "target": Path(target), "memory": 256 << 20}
-    expected |= {"workers": min(4, os.cpu_count() or 1), "max_file_size": 5_000_000_000}
+    expected = {"path": Path(source), "target": Path(target), "max_file_size": 5_000_000_000}
     expected |= PROGRAMS[program]
     unused = ("progress", "keep_module", "weights", "as_saved")
     given = {key: value for key, value in got.items() if key not in unused or value}

@@ -15,6 +15,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from fsdp_compat.checkpoint._tools import threads
 from fsdp_compat.checkpoint._tools.archive import Span
 from fsdp_compat.checkpoint._tools.opening import open_archive
 from fsdp_compat.checkpoint._tools.verification import Problem
@@ -75,15 +76,18 @@ def test_no_changed_byte_gives_other_values(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp1-sharded-dcp", "fsdp2-torch"])
-def test_every_value_of_torchs_files_has_its_checksum(kind: str, tmp_path: Path) -> None:
+def test_every_value_of_torchs_files_has_its_checksum(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = checkpoints.make(kind, 2, tmp_path)["path"]
     assert all(span.checksum is not None for span in spans(path))
     result = verify(path)
     assert result.is_intact and result.num_checksums and not result.num_without_checksum
     span = max(spans(path), key=lambda span: span.start)
     flip(span.path, span.start + 1)
-    for workers in (1, 3):
-        problem, *more = verify(path, workers=workers).problems
+    for num_threads in (1, 3):
+        monkeypatch.setattr(threads, "THREADS", num_threads)
+        problem, *more = verify(path).problems
         assert (problem.kind, problem.where, more) == ("checksum", span.path.name, [])
         assert "checksum" in problem.what and ", of " in problem.what
     for target in ("x.safetensors", "x.pt", "native"):

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
+from fsdp_compat.checkpoint._tools import threads
 from fsdp_compat.checkpoint._tools.archive import Archive, StoredTensor, of_memory
 from fsdp_compat.checkpoint._tools.dcp import (
     is_dcp,
@@ -140,18 +141,25 @@ def load_into_all(source: str, target: str) -> None:
         dist.barrier()
 
 
-def test_what_is_written_loads_into_fsdp1_fsdp2_and_ours(tmp_path: Path) -> None:
+def test_what_is_written_loads_into_fsdp1_fsdp2_and_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fsdp_compat.checkpoint._tools.dcp.SLAB_NBYTES", 40)
     archive = read_dcp(make("fsdp2-dcp", 2, tmp_path)["path"])
     with Files() as files:
-        write_dcp(archive, tmp_path / "c", WriteOptions(world_size=3, slab_nbytes=40), files)
+        write_dcp(archive, tmp_path / "c", WriteOptions(world_size=3), files)
     assert_is_reference(read_dcp(tmp_path / "c"), reference())
     run_ranks(2, load_into_all, str(tmp_path / "c"), str(tmp_path))
     for name in WRAPPERS:
         assert_is_reference(read_dcp(tmp_path / name), reference())
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-def test_a_model_alone_is_written_flat_and_cut_for_the_ranks(workers: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_a_model_alone_is_written_flat_and_cut_for_the_ranks(
+    num_threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threads, "THREADS", num_threads)
+    monkeypatch.setattr("fsdp_compat.checkpoint._tools.dcp.SLAB_NBYTES", 16)
     expected = {**tensors(), "tied": tensors()["a.weight"]}
     archive = Archive(
         tmp_path,
@@ -160,7 +168,7 @@ def test_a_model_alone_is_written_flat_and_cut_for_the_ranks(workers: int, tmp_p
         aliases={"tied": "a.weight"},
     )
     ticks: list[int] = []
-    options = WriteOptions(4, slab_nbytes=16, workers=workers, tick=ticks.append)
+    options = WriteOptions(4, tick=ticks.append)
     with Files() as files:
         write_dcp(archive, tmp_path / "c", options, files)
     written = read_dcp(tmp_path / "c")

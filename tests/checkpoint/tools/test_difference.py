@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fsdp_compat.checkpoint._tools import difference, threads
 from fsdp_compat.checkpoint._tools.archive import of_memory
 from fsdp_compat.checkpoint._tools.arithmetic import Distance, distance
 from fsdp_compat.checkpoint._tools.difference import Difference, ValueDifference
@@ -101,11 +102,15 @@ def test_python_counts_the_same_elements(pairs: list[tuple[float, float]], atol:
 def compared(
     monkeypatch: pytest.MonkeyPatch, folder: Path, one: Any, other: Any, **options: Any
 ) -> Difference:
-    """Compare tensors by name, also with several workers and slabs of few elements."""
+    """Compare tensors by name, also in several threads and slabs of few elements."""
     sides = [archive(folder / name, tensors) for name, tensors in (("a", one), ("b", other))]
     opens(monkeypatch, *sides)
+    monkeypatch.setattr(threads, "THREADS", 1)
     found = diff(folder / "a", folder / "b", **options)
-    assert found == diff(folder / "a", folder / "b", workers=3, memory=3 << 20, **options)
+    with monkeypatch.context() as few:
+        few.setattr(threads, "THREADS", 3)
+        few.setattr(difference, "SLAB_NBYTES", 96 * 7)
+        assert found == diff(folder / "a", folder / "b", **options)
     json.dumps(found.as_json(), allow_nan=False)
     return found
 

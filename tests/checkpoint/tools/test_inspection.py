@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("rich")
 
-from fsdp_compat.checkpoint._tools import tables
+from fsdp_compat.checkpoint._tools import inspection, tables, threads
 from fsdp_compat.checkpoint._tools.archive import of_memory
 from fsdp_compat.checkpoint._tools.inspection import modules_of
 from fsdp_compat.checkpoint.files import inspect
@@ -40,9 +40,9 @@ def test_patterns_select_parameters_with_their_states_and_other_values_by_path(
     assert found.tensors == () and list(found.values) == ["extra/epoch"]
 
 
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("num_threads", [1, 3])
 def test_statistics_are_those_of_all_values(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, workers: int
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, num_threads: int
 ) -> None:
     large = torch.arange(-300_000.0, 300_001.0)  # read in several parts
     tensors = {
@@ -55,9 +55,9 @@ def test_statistics_are_those_of_all_values(
         "complex": torch.ones(2, dtype=torch.complex64),
         "empty": torch.ones(0),
     }
-    found = inspected(
-        monkeypatch, tmp_path / "a", tensors, stats=True, memory=1 << 20, workers=workers
-    )
+    monkeypatch.setattr(threads, "THREADS", num_threads)
+    monkeypatch.setattr(inspection, "SLAB_NBYTES", 1 << 20)
+    found = inspected(monkeypatch, tmp_path / "a", tensors, stats=True)
     content = json.loads(json.dumps(found.as_json(), allow_nan=False))["tensors"]
     numbers = {
         each["path"].removeprefix("model/"): (each["minimum"], each["maximum"], each["mean"])

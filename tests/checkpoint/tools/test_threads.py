@@ -9,13 +9,15 @@ import pytest
 from fsdp_compat import _progress
 from fsdp_compat._progress import elapsing
 from fsdp_compat.checkpoint._blocks import Tick
+from fsdp_compat.checkpoint._tools import threads
 from fsdp_compat.checkpoint._tools.threads import for_each
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_an_error_stops_the_others_at_their_next_tick_and_is_raised(
-    error: type[BaseException],
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(threads, "THREADS", 2)
     started = threading.Barrier(2, timeout=20)
     begun: list[int] = []
 
@@ -30,7 +32,7 @@ def test_an_error_stops_the_others_at_their_next_tick_and_is_raised(
             tick(1)
 
     with pytest.raises(error, match="of item 1"):
-        for_each(list(range(50)), work, workers=2)
+        for_each(list(range(50)), work)
     assert len(begun) < 50
 
 

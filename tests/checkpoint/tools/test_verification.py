@@ -12,13 +12,13 @@ import torch
 
 from fsdp_compat._layout.box import Box
 from fsdp_compat.checkpoint._blocks import FileFacts
+from fsdp_compat.checkpoint._tools import threads, verification
 from fsdp_compat.checkpoint._tools.archive import Archive, StoredPiece, of_memory
 from fsdp_compat.checkpoint._tools.verification import Problem, Verification
 from fsdp_compat.checkpoint.files import verify
 from tests.checkpoint.tools.archives import archive, opens
 from tests.support.checkpoints import flip
 
-MB = 1 << 20
 NAN, INF = float("nan"), float("inf")
 
 
@@ -42,8 +42,12 @@ def made(tmp_path: Path) -> Archive:
 
 def verified(monkeypatch: pytest.MonkeyPatch, made: Archive, **options: bool) -> Verification:
     opens(monkeypatch, made)
+    monkeypatch.setattr(threads, "THREADS", 1)
     result = verify(made.path, **options)
-    assert result == verify(made.path, workers=3, memory=3 * MB, **options)
+    with monkeypatch.context() as few:
+        few.setattr(threads, "THREADS", 3)
+        few.setattr(verification, "AT_ONCE_NBYTES", 1024)
+        assert result == verify(made.path, **options)
     json.dumps(result.as_json(), allow_nan=False)
     return result
 
