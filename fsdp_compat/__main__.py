@@ -30,7 +30,7 @@ _FILES = {
 }
 _PROGRAMS = {
     "run": ("._install.run", "run a program with fsdp_compat instead of torch.distributed.fsdp"),
-    "migrate": ("._install.migrate.command", "rewrite source that uses torch's FSDP, or DDP"),
+    "migrate": ("._migrate.command", "rewrite source that uses torch's FSDP, or DDP"),
     "diagnose": ("._diagnose", "say why ranks wait, from what FSDP_COMPAT_BLACK_BOX kept"),
     "plan": ("._plan.command", "show memory and traffic of a step, without GPU or process group"),
 }

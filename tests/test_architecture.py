@@ -19,7 +19,7 @@ PACKAGE = "fsdp_compat"
 # Top to bottom. A module imports from its own layer and from those below it.
 LAYERS = (
     ("fsdp_compat", "__main__", "_public"),
-    ("_install", "_diagnose", "_plan"),
+    ("_install", "_migrate", "_diagnose", "_plan"),
     ("_fully_shard",),
     ("fully_sharded_data_parallel", "optim", "sharded_grad_scaler"),
     ("checkpoint",),

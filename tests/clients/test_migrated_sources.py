@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_compat._install.migrate import command
-from fsdp_compat._install.migrate.command import Migrated, rewrite
+from fsdp_compat._migrate import command
+from fsdp_compat._migrate.command import Migrated, rewrite
 from tests.clients.launch import CLIENTS
 
 NAMES = (*CLIENTS, "mmengine", "speechbrain", "torchtune")

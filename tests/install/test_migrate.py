@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from fsdp_compat._install.contents import contents
-from fsdp_compat._install.migrate import fsdp_imports
-from fsdp_compat._install.migrate.command import rewrite
+from fsdp_compat._migrate import fsdp_imports
+from fsdp_compat._migrate.command import rewrite
 from tests.support.pairwise import each_value
 
 CASES = Path(__file__).parent / "migrate_cases"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fsdp_compat.__main__ import main
-from tests.support.programs import ROOT, python
+from tests.support.programs import python
 
 OLD = "from torch.distributed.fsdp import wrap  # é\n"
 NEW = "from fsdp_compat import wrap  # é\n"
@@ -160,24 +160,27 @@ def test_bad_use_is_one_clear_message(tmp_path: Path, capsys: pytest.CaptureFixt
     assert migrate("--help") == 0 and "source left to migrate" in capsys.readouterr().out
 
 
-def test_migrate_imports_neither_torch_nor_the_rest_of_the_package(tmp_path: Path) -> None:
-    """The folders of the package are stubs here: the package itself imports torch."""
+@pytest.mark.parametrize(
+    ("argument", "printed"), [("--help", "source left to migrate"), ("a.py", f"+{PRINTED}")]
+)
+def test_migrate_imports_neither_torch_nor_the_rest_of_the_package(
+    tmp_path: Path, argument: str, printed: str
+) -> None:
     (tmp_path / "a.py").write_text(OLD)
     program = f"""
-import sys, types
-for name in ("fsdp_compat", "fsdp_compat._install"):
-    sys.modules[name] = stub = types.ModuleType(name)
-    stub.__path__ = [{str(ROOT)!r} + "/" + name.replace(".", "/")]
-from fsdp_compat.__main__ import main
+import os, runpy, sys
+os.chdir({str(tmp_path)!r})
+sys.argv[1:] = ["migrate", {argument!r}]
 try:
-    main(["migrate", {str(tmp_path)!r}])
+    runpy.run_module("fsdp_compat", run_name="__main__")
 except SystemExit as end:
     assert end.code == 0
-ours = [name for name in sys.modules if name.startswith("fsdp_compat._install.")]
-assert not [name for name in ours if not name.startswith("fsdp_compat._install.migrate")]
+own = ("_migrate", "_progress", "_text", "_version", "__main__")
+loaded = {{tuple(name.split(".")[:2]) for name in sys.modules}}
 assert "torch" not in sys.modules
+assert not [name for top, *name in loaded if top == "fsdp_compat" and name and name[0] not in own]
 """
-    assert f"+{PRINTED}" in start("-c", program)
+    assert printed in start("-c", program)
 
 
 def test_any_character_is_printed(tmp_path: Path) -> None:

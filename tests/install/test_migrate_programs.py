@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat._install.migrate.command import rewrite
+from fsdp_compat._migrate.command import rewrite
 from fsdp_compat._torch_patches import data_parallel
 from tests.support.ranks import run_ranks
 

@@ -188,7 +188,7 @@ def is_module(name: str) -> bool:
 @functools.cache
 def _names_of(module: str) -> set[str]:
     """Return the names that one of our modules lists in ``__all__``; "" is the package."""
-    path = Path(__file__).parents[2] / f"{module or '_public'}.py"
+    path = Path(__file__).parents[1] / f"{module or '_public'}.py"
     body = ast.parse(path.read_text(encoding="utf-8")).body
     lists = [node.value for node in body if isinstance(node, ast.Assign)]
     listed = next(each for each in reversed(lists) if isinstance(each, ast.List))

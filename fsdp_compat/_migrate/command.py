@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..._progress import elapsing
+from .._progress import elapsing
 from .fsdp_imports import rewrite_fsdp_imports
 from .new_imports import Imports
 from .source import Finding, Source
