@@ -1,14 +1,4 @@
-"""``install()``: programs written for torch.distributed.fsdp run on fsdp_compat.
-
-contents         the modules of torch.distributed.fsdp that clients use, and their names
-private_names    our versions of names in torch's private modules
-kept             torch's class and function where they are kept out of reach
-modules          puts our modules into sys.modules and wherever torch's were imported before
-install_checks   raises if install() comes too late
-torch_internals  parts of torch that compare classes
-client_fixes     bugs of clients that make results wrong
-log              FSDP_COMPAT_LOG=install
-run              ``fsdp-compat run``"""
+"""``install()``: programs written for torch.distributed.fsdp run on fsdp_compat."""
 
 from __future__ import annotations
 

@@ -424,9 +424,6 @@ class FSDPModule(_Module):
 
     # -- what torch calls
 
-    def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Accepted for compatibility: buffers are always allocated on the stream that computes."""
-
     def _get_fsdp_state(self) -> ShardedModules:
         state = state_of(self)
         if state is None:

@@ -123,11 +123,6 @@ class DataParallelMeshInfo:
         if self.shard_mesh_dim is None and self.replicate_mesh_dim is None:
             raise _no_dimension("shard_mesh_dim or replicate_mesh_dim", type(self).__name__)
 
-    @property
-    def is_spmd_mesh(self) -> bool:
-        """True if parameters are DTensors on ``spmd_mesh``, of which ``mesh`` is a part."""
-        return self.dp_mesh_dims is not None
-
 
 @dataclasses.dataclass
 class FSDPMeshInfo(DataParallelMeshInfo):
@@ -138,21 +133,6 @@ class FSDPMeshInfo(DataParallelMeshInfo):
         if self.shard_mesh_dim is None:
             raise _no_dimension("shard_mesh_dim", type(self).__name__)
 
-    @property
-    def shard_mesh_size(self) -> int:
-        """The number of ranks that parameters are sharded over."""
-        return self.mesh.size(self.shard_mesh_dim)
-
-    @property
-    def shard_process_group(self) -> dist.ProcessGroup:
-        """The process group of the ranks that parameters are sharded over."""
-        return self.mesh.get_group(self.shard_mesh_dim)
-
-    @property
-    def shard_mesh_rank(self) -> int:
-        """This rank's position among the ranks that parameters are sharded over."""
-        return self.mesh.get_local_rank(self.shard_mesh_dim)
-
 
 @dataclasses.dataclass
 class DDPMeshInfo(DataParallelMeshInfo):
@@ -162,21 +142,6 @@ class DDPMeshInfo(DataParallelMeshInfo):
         super().__post_init__()
         if self.replicate_mesh_dim is None:
             raise _no_dimension("replicate_mesh_dim", type(self).__name__)
-
-    @property
-    def replicate_mesh_size(self) -> int:
-        """The number of ranks that hold copies of a shard."""
-        return self.mesh.size(self.replicate_mesh_dim)
-
-    @property
-    def replicate_process_group(self) -> dist.ProcessGroup:
-        """The process group of the ranks that hold copies of a shard."""
-        return self.mesh.get_group(self.replicate_mesh_dim)
-
-    @property
-    def replicate_mesh_rank(self) -> int:
-        """This rank's position among the ranks that hold copies of a shard."""
-        return self.mesh.get_local_rank(self.replicate_mesh_dim)
 
 
 @dataclasses.dataclass
