@@ -25,9 +25,9 @@ def nbytes_text(nbytes: float) -> str:
     return f"{nbytes:.{digits}f} {_UNITS[number]}"
 
 
-def count_of(number: int, singular: str, plural: str = "") -> str:
+def count_of(number: int, singular: str) -> str:
     """Return "1 tensor", "2 tensors"."""
-    return f"{number:,} {singular if number == 1 else plural or singular + 's'}"
+    return f"{number:,} {singular if number == 1 else singular + 's'}"
 
 
 def joined(items: Sequence[str], most: int, separator: str) -> str:

@@ -1,17 +1,8 @@
 """Communicators, through which everything is sent along a mesh axis.
 
-``communicator(axis, device)`` chooses the transport:
-
-    transport.py     an axis of one rank: nothing is sent
-    same_host/       gloo on CPU, all ranks on one host: they read each other's memory
-    gloo.py          gloo on CPU, other ranks: values are sent
-    two_stages.py    gloo on CPU, several hosts with several ranks each: over hosts by gloo.py, and
-                     within each host
-    backend.py       every other backend: its own collectives; and process groups written in Python
-
-Those for gloo have a tag per group and kind, so that ranks in different orders get an error instead
-of each other's data, and divergence/deadlock.py watches their waits. FSDP_COMPAT_SAME_HOST, the
-same on all ranks, limits ranks of one host: ``counters`` maps no shards, ``messages`` sends
+Transports over gloo have a tag per group and kind, so that ranks in different orders get an error
+instead of each other's data, and divergence/deadlock.py watches their waits. FSDP_COMPAT_SAME_HOST,
+the same on all ranks, limits ranks of one host: ``counters`` maps no shards, ``messages`` sends
 values."""
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .._progress import elapsing
+from .._text import count_of
 from .fsdp_imports import rewrite_fsdp_imports
 from .new_imports import Imports
 from .source import Finding, Source
@@ -108,16 +109,13 @@ def _print(done: Sequence[Migrated], given: argparse.Namespace) -> int:
     lines = [line for file in changed for line in _diff(file)]
     lines += [f"note: {finding}" for finding in notes] + [f"left: {finding}" for finding in left]
     hint = "; --write writes" if changed and not given.write else ""
+    is_done = "rewritten" if given.write else "to rewrite"
     lines.append(
-        f"{_count(done, 'file')}, {len(changed)} {'rewritten' if given.write else 'to rewrite'}, "
-        f"{_count(left, 'place')} left alone{hint}"
+        f"{count_of(len(done), 'file')}, {len(changed)} {is_done}, "
+        f"{count_of(len(left), 'place')} left alone{hint}"
     )
     print("\n".join(lines), flush=True)
     return 1 if left or (given.check and changed and not given.write) else 0
-
-
-def _count(what: Sequence[object], name: str) -> str:
-    return f"{len(what)} {name}" if len(what) == 1 else f"{len(what)} {name}s"
 
 
 def _diff(file: Migrated) -> Iterator[str]:
