@@ -78,9 +78,9 @@ def convert(
 
     One process; no process group, no GPU and no model. Values are converted tensor by tensor and
     written as they come, at most 256 MiB at a time: only a tensor whose elements lie scattered over
-    a file may need its own size. ``target`` appears once everything in it is durable; nothing of it is left
-    if the call is interrupted or the process killed (the next call removes hidden leftovers). Warns
-    (UserWarning) of values of the source that the target does not hold.
+    a file may need its own size. ``target`` appears once everything in it is durable; nothing of it
+    is left if the call is interrupted or the process killed (the next call removes hidden
+    leftovers). Warns (UserWarning) of values of the source that the target does not hold.
 
         convert("checkpoints/rank_files", "model", to="safetensors")
         convert("runs/7/step-00001200", "weights.pt", weights=True, dtype=torch.bfloat16)

@@ -65,17 +65,12 @@ class Verification(Facts):
     num_without_checksum: int  # tensors whose values could change without a trace
     nbytes: int  # of all tensors
     left_out: tuple[str, ...]  # what was not looked at, and why: such as states of random numbers
-    also_in_json = ("is_intact", "num_not_finite")
+    also_in_json = ("is_intact",)
 
     @property
     def is_intact(self) -> bool:
         """Return whether there is no problem."""
         return not self.problems
-
-    @property
-    def num_not_finite(self) -> int:
-        """Return the number of elements of all tensors that are NaN or infinite."""
-        return sum((tensor.num_nan or 0) + (tensor.num_inf or 0) for tensor in self.tensors)
 
 
 def verify(
@@ -113,7 +108,7 @@ def verify(
     Returns:
         ``path``, ``kind``, ``tensors`` (each with ``path``, ``dtype``, ``shape``, ``num_nan`` and
         ``num_inf``), ``problems``, ``num_checksums``, ``num_without_checksum``, ``nbytes``,
-        ``left_out``, ``is_intact`` and ``num_not_finite``. A problem has ``kind`` ("coverage",
+        ``left_out`` and ``is_intact``. A problem has ``kind`` ("coverage",
         "checksum", "file", "copies", "optimizer" or "not finite"), ``where`` and ``what``.
 
     Raises:
@@ -121,7 +116,7 @@ def verify(
             ``ignore_class``.
         UsageError: an argument is invalid.
         OSError: a file cannot be read."""
-    require_arguments(_CALL, progress, memory=memory, workers=workers)
+    require_arguments(_CALL, progress)
     if finite and quick:
         raise unusable("finite", "False with quick: no values are read", finite, _CALL)
     problems: tuple[Problem, ...] = ()

@@ -135,7 +135,7 @@ def test_what_is_not_finite_is_counted_and_damage_only_on_demand(
     made = archive(tmp_path / "checkpoint", {"fine": torch.ones(3), "odd": values})
     result = verified(monkeypatch, made)
     assert (result.tensors[1].num_nan, result.tensors[1].num_inf) == expected
-    assert result.is_intact and result.num_not_finite == sum(expected)
+    assert result.is_intact
     problems = verified(monkeypatch, made, finite=True).problems
     what = f"{expected[0]} NaN, {expected[1]} infinite"
     assert problems == ((Problem("not finite", "model/odd", what),) if any(expected) else ())
