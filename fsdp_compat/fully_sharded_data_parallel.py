@@ -19,7 +19,7 @@ from ._engine import hooks, rendezvous
 from ._engine.runtime import Runtime, run_as_forward, runtime_of
 from ._engine.state_store import FLAT_PARAM
 from ._engine.unit import Unit
-from ._front_ends.flat import calls, construction, conversion, copying
+from ._front_ends.flat import calls, construction, conversion, copies
 from ._front_ends.flat.client_attributes import ClientAttributes
 from ._front_ends.flat.flat_unit import flat_units_in, is_wrapper, require_root
 from ._front_ends.fully_shard.fully_shard import not_registrable, register_forward_method
@@ -244,7 +244,7 @@ class FullyShardedDataParallel(ClientAttributes):
         """Return a copy with its own shards over the same process groups, without gradients.
 
         Collective: all ranks of the model's process group."""
-        copy = typing.cast(FullyShardedDataParallel, copying.deepcopy_of(self, memo))
+        copy = typing.cast(FullyShardedDataParallel, copies.deepcopy_of(self, memo))
         _torch_patches.patch_torch(copy)
         return copy
 
@@ -252,10 +252,10 @@ class FullyShardedDataParallel(ClientAttributes):
         """Pickle this rank's shards; unpickling finds the process groups by name.
 
         Collective: all ranks of the model's process group unpickle."""
-        return copying.reduced(self)
+        return copies.reduced(self)
 
     def __setstate__(self, state: Any) -> None:
-        copying.restore(self, state)
+        copies.restore(self, state)
         _torch_patches.patch_torch(self)
 
     def check_is_root(self) -> bool:

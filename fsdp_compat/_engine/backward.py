@@ -29,10 +29,10 @@ from ..errors import StateError
 from . import events, hooks
 from .checks import Checks
 from .device import side_stream
-from .gathering import Gathering, Prefetch, RuntimeOptions
 from .gradients import Gradients, InFlightReductions
 from .group import Group
 from .mapped_shards import Pass
+from .schedule import Gathering, Prefetch, RuntimeOptions
 from .unit import Call, Residency, Unit
 
 

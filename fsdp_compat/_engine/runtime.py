@@ -23,8 +23,8 @@ from .behavior import CommHook
 from .checks import Checks, refuse_in_pass, require_own
 from .device import compute_streams
 from .dtypes import ComputeDtype, cast_floats, map_tensors, move_to
-from .gathering import Gathering, RuntimeOptions
 from .group import Communicators, Group
+from .schedule import Gathering, RuntimeOptions
 from .unit import Call, Residency, Unit
 
 

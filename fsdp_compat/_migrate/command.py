@@ -21,7 +21,7 @@ from .fsdp_imports import rewrite_fsdp_imports
 from .new_imports import Imports
 from .source import Finding, Source
 from .uses import Uses
-from .wrapping import wrap_models
+from .wrap_calls import wrap_models
 
 DESCRIPTION = """Rewrite Python source: imports of torch.distributed.fsdp become imports of
 fsdp_compat, and DistributedDataParallel becomes FullyShardedDataParallel, with what the same

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from .new_imports import Imports
 from .source import Chain, Function, Source, dotted, last_name
-from .wrapping import Model, fsdp
+from .wrap_calls import Model, fsdp
 
 _CLIP = {"torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad.clip_grad_norm_"}
 _OF_BOTH = {"forward", "generate", "load_state_dict", "state_dict"}

@@ -21,10 +21,7 @@ from .._engine.state_store import store_of
 from .._layout.spec import Interval, Section
 from ..api import StateDictSettings, StateDictType
 from ..errors import CheckpointError, FsdpCompatError, TypeUsageError, UsageError, require_bools
-from .model_state import beside_units, sharded_keys
-from .own_ways import StandIn, exact_buffers_of, loads_in_own_way, overrides, units_with_say
-from .rank0 import Outline, Rank0Broadcast, Rank0Value, outline_of, received
-from .reading_values import (
+from .loaded_values import (
     is_local,
     is_readable,
     is_sharded,
@@ -36,6 +33,9 @@ from .reading_values import (
     unfit,
     whole_value,
 )
+from .model_state import beside_units, sharded_keys
+from .own_ways import StandIn, exact_buffers_of, loads_in_own_way, overrides, units_with_say
+from .rank0 import Outline, Rank0Broadcast, Rank0Value, outline_of, received
 from .sharded_values import BoxedTensor, cut_of, dtype_of, flat_cut
 from .summon import Options, full_unit
 from .units import (

@@ -21,8 +21,8 @@ from .._engine.state_store import StateStore, store_of
 from .._engine.unit import Unit
 from ..api import StateDictType
 from ..errors import UsageError, wrong_type
+from .loaded_values import is_sharded, read_part
 from .own_ways import StandIn, exact_buffers_of, saves_in_own_way, stand_ins, units_with_say
-from .reading_values import is_sharded, read_part
 from .sharded_values import LocalPart, copied, cut_of, flat_cut, mesh_sharded_value, sharded_value
 from .summon import Options, full_unit
 from .units import (

@@ -26,6 +26,7 @@ from ..errors import (
     UsageError,
     ValueCheckpointError,
 )
+from .loaded_values import is_sharded, read_part, unfit
 from .optim_agreement import describe, global_rank, require_alike
 from .optim_contents import (
     CompositeOptimizer,
@@ -45,7 +46,6 @@ from .optim_contents import (
 )
 from .rank0 import Rank0Broadcast, outline_of
 from .rank_local import RankState, check_layout, restored
-from .reading_values import is_sharded, read_part, unfit
 from .sharded_values import copied, cut_of, dtype_of
 from .units import model_units_in, names_before
 

@@ -29,8 +29,8 @@ from .._engine.runtime import live_runtimes
 from .._engine.state_store import StateStore
 from ..errors import CheckpointError, StateError, UsageError, ValueCheckpointError
 from .elementwise import warn_of_parts
+from .loaded_values import misfit
 from .optim_contents import is_count
-from .reading_values import misfit
 from .summon import shown_stores
 
 

@@ -10,7 +10,7 @@ from ..errors import CheckpointError, unusable
 from ._directory import Saved, complete_in, newest_common, steps_in
 from ._manifest import MANIFEST, file_name, read_manifest
 from ._tools.archive import Unrecognised
-from ._tools.opening import open_archive
+from ._tools.recognition import open_archive
 
 
 def saved_in(path: Path, may_be_none: bool) -> list[Saved] | None:

@@ -23,7 +23,7 @@ from ._named_groups import managed_parts, named_groups, unmanaged_tensors
 from ._publishing import OwnedDirectory, hidden_beside, make_fresh, remove_leftovers
 from ._ranks import ranks_of, require_rest
 from ._tools.archive import moved, slices
-from ._tools.reading import boxes_of
+from ._tools.reader import boxes_of
 from ._tools.safetensors_files import INDEX, ONE_FILE, images_of, write_index
 
 

@@ -38,7 +38,7 @@ from ._named_groups import NamedGroup, named_groups
 from ._optimizers import SharedOptimizer, joined_param_groups
 from ._ranks import ranks_of, require_rest
 from ._snapshot import Snapshot, take_snapshot
-from ._tools.writing import write_file
+from ._tools.writers import write_file
 
 
 def save(

@@ -35,7 +35,7 @@ from ._named_groups import NamedGroup
 from ._optimizers import classes_of
 from ._tools.native import RankFile
 from ._tools.walk import LEFT_OUT
-from ._tools.writing import FilePart
+from ._tools.writers import FilePart
 from ._values import Put, encode, tensor_as_text
 
 _STATE_KEYS = (str, int, float, type(None))  # keys of optimizer states that JSON has

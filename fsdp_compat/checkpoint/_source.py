@@ -21,11 +21,11 @@ from ._manifest import MANIFEST, file_name
 from ._named_groups import HeldPart
 from ._ranks import Ranks
 from ._tools.archive import Archive, Checksum, Span, StoredTensor, is_user, whole_box
-from ._tools.merging import sample
 from ._tools.native import EXTRA, EXTRA_STATE, NativeCheckpoint
-from ._tools.opening import open_archive
 from ._tools.optimizer_tree import name_optimizer
-from ._tools.reading import Files, Read, read_all, reads_of
+from ._tools.rank_merge import sample
+from ._tools.reader import Files, Read, read_all, reads_of
+from ._tools.recognition import open_archive
 from ._tools.shapes import Shapes
 from ._tools.tree import without_ddp
 from ._tools.walk import leaves, map_values

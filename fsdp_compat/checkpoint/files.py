@@ -15,7 +15,7 @@ commands of ``fsdp-compat`` have the same arguments. What is returned has ``as_j
 from ._tools.convert import convert
 from ._tools.difference import diff
 from ._tools.inspection import inspect
-from ._tools.listing import list_checkpoints
+from ._tools.run_listing import list_checkpoints
 from ._tools.verification import verify
 
 __all__ = ["convert", "diff", "inspect", "list_checkpoints", "verify"]

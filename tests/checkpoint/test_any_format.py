@@ -30,9 +30,9 @@ from fsdp_compat import StateDictType, checkpoint
 from fsdp_compat._layout.box import Box
 from fsdp_compat.checkpoint._tools.archive import Archive, Span, of_memory
 from fsdp_compat.checkpoint._tools.native import NativeCheckpoint, write_native
-from fsdp_compat.checkpoint._tools.opening import open_archive
-from fsdp_compat.checkpoint._tools.reading import Files
-from fsdp_compat.checkpoint._tools.writing import WriteOptions
+from fsdp_compat.checkpoint._tools.reader import Files
+from fsdp_compat.checkpoint._tools.recognition import open_archive
+from fsdp_compat.checkpoint._tools.writers import WriteOptions
 from fsdp_compat.errors import CheckpointError
 from tests.checkpoint.corpus.content import take_step
 from tests.support.cases import about

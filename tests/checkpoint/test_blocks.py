@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 from fsdp_compat._comm.host_memory import memory_of
 from fsdp_compat.checkpoint import _blocks as blocks
 from fsdp_compat.checkpoint._blocks import BlockWriter, FileFacts, sync_directory
-from fsdp_compat.checkpoint._tools import reading
+from fsdp_compat.checkpoint._tools import reader
 from fsdp_compat.checkpoint._tools.archive import Span
-from fsdp_compat.checkpoint._tools.reading import Files, Read, merged
+from fsdp_compat.checkpoint._tools.reader import Files, Read, merged
 from fsdp_compat.errors import CheckpointError
 from tests.support.checkpoints import flip, noted_reads, refused
 
@@ -161,7 +161,7 @@ def test_rows_are_read_from_and_to_regular_distances(
             target = torch.full_like(expected, -1)
             rows = target.as_strided((count, numel), (to_stride, 1), places[1])
             with pytest.MonkeyPatch.context() as patch, Files(known) as files:
-                patch.setattr(reading, "SKIPPED_NBYTES", skipped_nbytes)
+                patch.setattr(reader, "SKIPPED_NBYTES", skipped_nbytes)
                 wanted = [Read(span, torch.int16, rows)]
                 files.check(wanted)
                 files.read(wanted, anew=True)

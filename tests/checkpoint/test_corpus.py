@@ -17,8 +17,8 @@ import torch.distributed as dist
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import StateDictType, checkpoint
 from fsdp_compat.checkpoint._tools.archive import StoredTensor
-from fsdp_compat.checkpoint._tools.opening import open_archive, problems_of
-from fsdp_compat.checkpoint._tools.reading import Files, read
+from fsdp_compat.checkpoint._tools.reader import Files, read
+from fsdp_compat.checkpoint._tools.recognition import open_archive, problems_of
 from fsdp_compat.errors import CheckpointError
 from tests.checkpoint.corpus import content
 from tests.checkpoint.corpus.make import CORPUS, TRUTH, ours

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from fsdp_compat._engine.gathering import Order, Prefetch, RuntimeOptions
 from fsdp_compat._engine.runtime import Runtime
+from fsdp_compat._engine.schedule import Order, Prefetch, RuntimeOptions
 from fsdp_compat._engine.unit import Unit
 from tests.support.engine_build import lone_mesh, make_unit, members_of
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fsdp_compat import FullStateDictConfig, MixedPrecision, StateDictType, checkpoint, fully_shard
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat._engine.group import Group
-from fsdp_compat._state.reading_values import whole_value
+from fsdp_compat._state.loaded_values import whole_value
 from fsdp_compat.errors import StateError
 from tests.support.ranks import on_ranks
 

@@ -36,8 +36,8 @@ from torch.distributed.tensor import Shard
 import fsdp_compat
 from fsdp_compat import checkpoint
 from fsdp_compat.checkpoint._tools.archive import Archive
-from fsdp_compat.checkpoint._tools.opening import problems_of
-from fsdp_compat.checkpoint._tools.reading import Files, read
+from fsdp_compat.checkpoint._tools.reader import Files, read
+from fsdp_compat.checkpoint._tools.recognition import problems_of
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.checkpoint.corpus.content import take_step
 from tests.support.odd_model import state_by_name

@@ -13,10 +13,10 @@ from torch import nn
 
 from fsdp_compat._comm.mesh import Axis, Mesh
 from fsdp_compat._engine.dtypes import Precision, tensors_in
-from fsdp_compat._engine.gathering import Prefetch, RuntimeOptions
 from fsdp_compat._engine.group import Group
 from fsdp_compat._engine.ownership import OrigParam, assign_owners, group_members
 from fsdp_compat._engine.runtime import Runtime
+from fsdp_compat._engine.schedule import Prefetch, RuntimeOptions
 from fsdp_compat._engine.state_store import flat_param_name
 from fsdp_compat._engine.store import ParamStore, ReduceForm
 from fsdp_compat._engine.unit import Call, Unit, UnitOptions

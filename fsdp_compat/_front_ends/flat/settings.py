@@ -30,7 +30,7 @@ from ..._comm.mesh import (
 )
 from ..._engine.device import is_simulated
 from ..._engine.dtypes import Precision, is_packed
-from ..._engine.gathering import Prefetch, RuntimeOptions
+from ..._engine.schedule import Prefetch, RuntimeOptions
 from ..._engine.unit import UnitOptions
 from ...api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, as_ours
 from ...errors import UsageError, function_or_none, require_float_dtype, truth, wrong_type

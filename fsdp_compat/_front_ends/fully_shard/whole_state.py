@@ -13,9 +13,9 @@ from torch import nn
 from ... import _torch_private
 from ..._engine import rendezvous
 from ..._state import model_loading
+from ..._state.loaded_values import misfit
 from ..._state.model_loading import not_loaded
 from ..._state.model_state import full_entries
-from ..._state.reading_values import misfit
 from ..._state.sharded_values import copied
 from ..._state.units import ModelUnit, clean_name, refuse_extensions
 from ..._stores.row_store import RowStore

@@ -10,17 +10,17 @@ elements); the sizes of a mesh; the boxes that the placements of a DTensor cut i
 what ``pickle.Unpickler`` or ``json`` needs for a crafted input, see `pickles`.
 
 - ``archive``: what a checkpoint holds; ``tree``, ``optimizer_tree``: the sections of nested values
-- ``opening``: which kind it is; ``paths``: names from untrusted files
-- ``reading``: the values; ``writing``: what writers share; ``threads``: work on many tensors;
+- ``recognition``: which kind it is; ``paths``: names from untrusted files
+- ``reader``: the values; ``writers``: what writers share; ``threads``: work on many tensors;
   ``walk``: nested values
 
 Readers and writers, by format:
 
 - native: ``native``; safetensors: ``safetensors_files``; torch.save: ``torch_save``, on ``pickles``
-- one file per rank: ``rank_files``, ``merging``, ``sharded_records``; flat parameters of FSDP1:
+- one file per rank: ``rank_files``, ``rank_merge``, ``sharded_records``; flat parameters of FSDP1:
   ``flat_files``, ``shapes``
 - torch.distributed.checkpoint: ``dcp``; directories of Accelerate, Lightning and others:
   ``client_directories``
 
-What users call, as `checkpoint.files`: ``convert``, ``listing``, and with ``arithmetic``
+What users call, as `checkpoint.files`: ``convert``, ``run_listing``, and with ``arithmetic``
 ``inspection``, ``verification`` and ``difference``; from a shell ``commands``, with ``tables``."""

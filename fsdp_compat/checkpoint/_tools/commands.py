@@ -28,7 +28,7 @@ from .archive import Unrecognised
 from .convert import FORMATS, convert
 from .difference import diff
 from .inspection import Facts, inspect
-from .listing import list_checkpoints
+from .run_listing import list_checkpoints
 from .verification import verify
 
 _PREFIXES = ("", "k", "m", "g", "t")

@@ -23,14 +23,14 @@ from .._publishing import published, require_free
 from .archive import Archive, StoredTensor, is_user
 from .dcp import is_dcp, write_dcp
 from .native import write_native
-from .opening import open_archive, problems_of
 from .optimizer_tree import name_optimizer
-from .reading import Files
+from .reader import Files
+from .recognition import open_archive, problems_of
 from .safetensors_files import write_safetensors, write_safetensors_file
 from .shapes import Shapes
 from .torch_save import state_dict_of, write_torch
 from .walk import LEFT_OUT, map_leaves
-from .writing import WriteOptions, nbytes_to_write
+from .writers import WriteOptions, nbytes_to_write
 
 Names = Mapping[str, str | None] | Sequence[tuple[str, str]] | Callable[[str], str | None]
 

@@ -27,13 +27,13 @@ from .._texts import brief, count_in, found_in, parse_json, read_text, shape_in,
 from .archive import Archive, NotRead, StoredPiece, StoredTensor, coverage_problem, whole_box
 from .paths import member
 from .pickles import Record
-from .reading import SLAB_NBYTES, Files, read_all, read_box
+from .reader import SLAB_NBYTES, Files, read_all, read_box
 from .safetensors_files import of_info
 from .threads import for_each
 from .torch_save import ZIP, read_torch_range, state_dict_of, unpickle
 from .tree import archive_of
 from .walk import LEFT_OUT
-from .writing import WriteOptions, dtype_to_write
+from .writers import WriteOptions, dtype_to_write
 
 KIND = "torch.distributed.checkpoint"
 _OF_RANK = re.compile(r"__(\d{1,9})\.metadata")

@@ -18,8 +18,8 @@ from .._arguments import require_arguments
 from .archive import Archive, StoredTensor
 from .arithmetic import Distance, comparable, distance
 from .inspection import Facts, path_selection, plain_values
-from .opening import open_archive
-from .reading import SLAB_NBYTES, Files, boxes_of, read, read_box
+from .reader import SLAB_NBYTES, Files, boxes_of, read, read_box
+from .recognition import open_archive
 from .threads import for_each
 
 _CALL = "checkpoint.files.diff"

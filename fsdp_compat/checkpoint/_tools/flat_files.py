@@ -20,8 +20,8 @@ from ..._state.units import clean_name as plain_name
 from ..._text import joined
 from ...errors import CheckpointError
 from .archive import Span, StoredPiece, StoredTensor
-from .merging import sample
-from .reading import Files
+from .rank_merge import sample
+from .reader import Files
 from .shapes import Shapes
 from .sharded_records import RankPart, in_shape
 

@@ -18,8 +18,8 @@ from .._arguments import require_arguments, selection
 from .._header import dtype_name
 from .archive import Archive, Span, StoredPiece, StoredTensor
 from .arithmetic import comparable, extremes_and_mean
-from .opening import open_archive
-from .reading import SLAB_NBYTES, Files, values_of
+from .reader import SLAB_NBYTES, Files, values_of
+from .recognition import open_archive
 from .threads import for_each
 from .walk import leaves
 

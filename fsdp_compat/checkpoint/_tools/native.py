@@ -55,10 +55,10 @@ from .archive import (
     whole_box,
 )
 from .paths import member
-from .reading import Files, Read, read_all
+from .reader import Files, Read, read_all
 from .threads import for_each
 from .walk import map_values
-from .writing import Elements, FilePart, FileTensor, WriteOptions, dtype_to_write, write_file
+from .writers import Elements, FilePart, FileTensor, WriteOptions, dtype_to_write, write_file
 
 KIND = "native"
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from .archive import Archive
 from .flat_files import FlatParams
-from .merging import Merger, disagreement
 from .pickles import refusing
-from .reading import Files
+from .rank_merge import Merger, disagreement
+from .reader import Files
 from .shapes import Shapes
 from .torch_save import read_torch_file
 from .tree import archive_of

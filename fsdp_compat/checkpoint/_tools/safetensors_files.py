@@ -21,10 +21,10 @@ from .._publishing import write_text
 from .._texts import brief, parse_json, parsed, read_text, text_in
 from .archive import Archive, Span, StoredPiece, StoredTensor, whole_box
 from .paths import require_inside
-from .reading import Files
+from .reader import Files
 from .threads import for_each
 from .tree import archive_of
-from .writing import Elements, WriteOptions, dtype_to_write
+from .writers import Elements, WriteOptions, dtype_to_write
 
 INDEX = "model.safetensors.index.json"
 ONE_FILE = "model.safetensors"

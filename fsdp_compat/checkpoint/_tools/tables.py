@@ -22,7 +22,7 @@ from ..._text import count_of, nbytes_text, shown
 from .._header import dtype_name
 from .difference import Difference, TensorDifference
 from .inspection import Inspection, TensorFacts, modules_of
-from .listing import Listed, Listing
+from .run_listing import Listed, Listing
 from .verification import TensorCheck, Verification
 
 _FAR = 100_000  # columns where there is no terminal: nothing is folded

@@ -35,9 +35,9 @@ from .pickles import (
     shape_of,
     unpickled,
 )
-from .reading import Files
+from .reader import Files
 from .sharded_records import boxed_tensor, d_tensor, sharded_tensor
-from .writing import Elements, WriteOptions, dtype_to_write, nbytes_to_write
+from .writers import Elements, WriteOptions, dtype_to_write, nbytes_to_write
 
 ZIP = b"PK\x03\x04"  # how a record of a zip archive begins
 _HEADER_NBYTES = 30

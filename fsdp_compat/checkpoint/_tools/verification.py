@@ -22,9 +22,9 @@ from .archive import Archive, NotRead, Span, StoredTensor, coverage_problem, mov
 from .arithmetic import count_not_finite, count_unequal
 from .inspection import Facts, relative_name
 from .native import files_of_native, native_in
-from .opening import open_archive
 from .paths import require_inside
-from .reading import AT_ONCE_NBYTES, Files, boxes_of, read_box, values_of
+from .reader import AT_ONCE_NBYTES, Files, boxes_of, read_box, values_of
+from .recognition import open_archive
 from .threads import for_each
 
 _CALL = "checkpoint.files.verify"

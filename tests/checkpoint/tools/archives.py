@@ -14,7 +14,7 @@ from torch import Tensor
 from fsdp_compat._comm.host_memory import memory_of
 from fsdp_compat._layout.box import Box
 from fsdp_compat._layout.spec import row_major_strides
-from fsdp_compat.checkpoint._tools import opening
+from fsdp_compat.checkpoint._tools import recognition
 from fsdp_compat.checkpoint._tools.archive import Archive, Span, StoredPiece, StoredTensor
 from fsdp_compat.checkpoint._tools.pickles import Record
 
@@ -50,7 +50,7 @@ def archive(path: Path, tensors: dict[str, Tensor], **facts: Any) -> Archive:
 def opens(monkeypatch: pytest.MonkeyPatch, *archives: Archive) -> None:
     """Let the tools find these archives at their paths."""
     found = {made.path: made for made in archives}
-    monkeypatch.setattr(opening, "_read_directory", lambda path, *given: found[path])
+    monkeypatch.setattr(recognition, "_read_directory", lambda path, *given: found[path])
 
 
 # -- DTensors as their pickles describe them

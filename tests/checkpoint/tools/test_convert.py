@@ -25,10 +25,10 @@ from fsdp_compat.checkpoint._tools import threads
 from fsdp_compat.checkpoint._tools.archive import Archive, of_memory
 from fsdp_compat.checkpoint._tools.convert import FORMATS, convert
 from fsdp_compat.checkpoint._tools.native import write_native
-from fsdp_compat.checkpoint._tools.opening import open_archive
-from fsdp_compat.checkpoint._tools.reading import Files
+from fsdp_compat.checkpoint._tools.reader import Files
+from fsdp_compat.checkpoint._tools.recognition import open_archive
 from fsdp_compat.checkpoint._tools.shapes import shapes_of
-from fsdp_compat.checkpoint._tools.writing import WriteOptions
+from fsdp_compat.checkpoint._tools.writers import WriteOptions
 from fsdp_compat.errors import CheckpointError, UsageError
 from tests.checkpoint.tools.program import run
 from tests.support import checkpoints, odd_model

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from fsdp_compat.checkpoint._tools import threads
 from fsdp_compat.checkpoint._tools.archive import Span
-from fsdp_compat.checkpoint._tools.opening import open_archive
+from fsdp_compat.checkpoint._tools.recognition import open_archive
 from fsdp_compat.checkpoint._tools.verification import Problem
 from fsdp_compat.checkpoint.files import convert, verify
 from fsdp_compat.errors import CheckpointError, UsageError

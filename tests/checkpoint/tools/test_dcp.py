@@ -30,8 +30,8 @@ from fsdp_compat.checkpoint._tools.dcp import (
     read_sharded_safetensors,
     write_dcp,
 )
-from fsdp_compat.checkpoint._tools.reading import Files
-from fsdp_compat.checkpoint._tools.writing import WriteOptions
+from fsdp_compat.checkpoint._tools.reader import Files
+from fsdp_compat.checkpoint._tools.writers import WriteOptions
 from fsdp_compat.checkpoint.files import convert, inspect
 from fsdp_compat.errors import CheckpointError, UsageError
 from tests.support.checkpoints import (

@@ -19,8 +19,8 @@ from fsdp_compat.checkpoint._tools.archive import (
     whole_box,
 )
 from fsdp_compat.checkpoint._tools.native import write_native
-from fsdp_compat.checkpoint._tools.reading import Files
-from fsdp_compat.checkpoint._tools.writing import WriteOptions
+from fsdp_compat.checkpoint._tools.reader import Files
+from fsdp_compat.checkpoint._tools.writers import WriteOptions
 from fsdp_compat.checkpoint.files import diff, inspect
 from tests.support.programs import python
 from tests.support.sampling import at_most

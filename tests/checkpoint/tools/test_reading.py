@@ -21,7 +21,7 @@ from fsdp_compat.checkpoint._tools.archive import (
     pieces_of_run,
 )
 from fsdp_compat.checkpoint._tools.paths import member
-from fsdp_compat.checkpoint._tools.reading import Files, boxes_of, read, read_box
+from fsdp_compat.checkpoint._tools.reader import Files, boxes_of, read, read_box
 from fsdp_compat.errors import CheckpointError
 
 

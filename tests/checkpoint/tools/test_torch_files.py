@@ -14,9 +14,9 @@ import torch
 
 from fsdp_compat.checkpoint._tools.archive import Archive, Span, StoredTensor, of_memory
 from fsdp_compat.checkpoint._tools.pickles import Ignored
-from fsdp_compat.checkpoint._tools.reading import Files, read
+from fsdp_compat.checkpoint._tools.reader import Files, read
 from fsdp_compat.checkpoint._tools.torch_save import read_torch_file, write_torch
-from fsdp_compat.checkpoint._tools.writing import WriteOptions
+from fsdp_compat.checkpoint._tools.writers import WriteOptions
 from fsdp_compat.errors import CheckpointError
 from tests.support.checkpoints import assert_same
 
@@ -207,7 +207,7 @@ def archive_of_dtypes() -> Archive:
 def test_written_files_are_loaded_by_torch_without_code(
     tmp_path: Path, mmap: bool, has_optimizer: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fsdp_compat.checkpoint._tools.writing.AT_ONCE_NBYTES", 16)
+    monkeypatch.setattr("fsdp_compat.checkpoint._tools.writers.AT_ONCE_NBYTES", 16)
     archive = archive_of_dtypes()
     if has_optimizer:
         moment = of_memory("", torch.arange(15.0).view(3, 5))

@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_compat.checkpoint._tools.archive import Checksum
-from fsdp_compat.checkpoint._tools.reading import Files, read
+from fsdp_compat.checkpoint._tools.reader import Files, read
 from fsdp_compat.checkpoint._tools.torch_save import _Storage, unpickle
 from fsdp_compat.errors import CheckpointError
 from tests.support.sampling import at_most

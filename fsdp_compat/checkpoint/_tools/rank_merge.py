@@ -11,7 +11,7 @@ from ..._comm.host_memory import memory_of
 from ..._layout.box import Box
 from ...errors import CheckpointError
 from .archive import StoredPiece, StoredTensor, coverage_problem, moved
-from .reading import Files, boxes_of, read_box
+from .reader import Files, boxes_of, read_box
 from .sharded_records import RankPart
 
 _SAMPLE_NUMEL = 4096

@@ -17,7 +17,7 @@ from .. import _blocks as blocks
 from .._blocks import BlockWriter, FileFacts
 from .._header import encode_header
 from .archive import StoredTensor, moved
-from .reading import AT_ONCE_NBYTES, Files, boxes_of, read_box
+from .reader import AT_ONCE_NBYTES, Files, boxes_of, read_box
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,8 +19,8 @@ from .._texts import found_in
 from .archive import Archive, Unrecognised
 from .inspection import Facts
 from .native import files_of_native
-from .opening import open_archive, problems_of, require_lengths, unreadable
 from .rank_files import TORCH_SUFFIXES
+from .recognition import open_archive, problems_of, require_lengths, unreadable
 
 _SUFFIXES = (*TORCH_SUFFIXES, ".safetensors")
 _NUMBER = re.compile(r"(\d+)\D*$")
