@@ -34,10 +34,10 @@ def values(path: Path) -> dict[str, bytes]:
     return {name: raw(each) for name, each in found.items()}
 
 
-def changed_bytes(file: Path, step: int = 1) -> Iterator[int]:
-    """Flip one bit of each byte of a file in turn, and yield its place while it is changed."""
+def changed_bytes(file: Path) -> Iterator[int]:
+    """Flip one bit of every fifth byte in turn, and yield its place while it is changed."""
     content = file.read_bytes()
-    for place in range(0, len(content), step):
+    for place in range(0, len(content), 5):
         changed = bytearray(content)
         changed[place] ^= 1 << place % 8
         file.write_bytes(changed)
@@ -62,12 +62,12 @@ def test_no_changed_byte_gives_other_values(tmp_path: Path, kind: str) -> None:
     if path.is_dir():
         (file,) = path.glob("*.distcp")
     expected, num_refused = values(path), 0
-    for place in changed_bytes(file, 2):
+    for place in changed_bytes(file):
         try:
             assert values(path) == expected, f"byte {place}"
         except CheckpointError:
             num_refused += 1
-    assert num_refused > 24 * 4 // 2, "at least the values themselves have checksums"
+    assert num_refused > 24 * 4 // 5, "at least the values themselves have checksums"
     content = file.read_bytes()
     for length in range(0, len(content), 97):
         file.write_bytes(content[:length])
