@@ -26,6 +26,7 @@ from tests.support.cases import about
 from tests.support.checkpoints import refused
 from tests.support.odd_model import whole
 from tests.support.ranks import on_ranks
+from tests.support.sampling import TEST_ALL
 
 NOTED = json.loads(TRUTH.read_text(encoding="utf-8"))
 ENTRIES: dict[str, dict[str, Any]] = NOTED["entries"]
@@ -130,16 +131,22 @@ def _require_loaded(path: str, kind: str) -> None:
         assert _groups(saved["param_groups"]) == _groups(expected["groups"])
 
 
+KINDS = ["flat", "original", "rows", "columns"]
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("kind", ["flat", "original", "rows", "columns"])
+@pytest.mark.parametrize("kind", KINDS)
 @on_ranks("ranks")
 def test_every_checkpoint_loads_into_a_model_that_is_sharded_in_any_way(
     kind: str, ranks: int
 ) -> None:
     warnings.simplefilter("ignore")
-    for path in ENTRIES:
+    for number, path in enumerate(ENTRIES):
+        # Each entry into each kind, and on each number of ranks, or into each on each.
+        is_chosen = (number + KINDS.index(kind) + ranks) % 4 == 0 or "rank-local" in path
         with about(path):
-            _require_loaded(path, kind)
+            if TEST_ALL or is_chosen:
+                _require_loaded(path, kind)
 
 
 @on_ranks(2)

@@ -201,14 +201,14 @@ READERS = [
 
 def test_parts_of_any_layout_load_into_any_layout(tmp_path: Path) -> None:
     folders, expected = [], reference()["model"]
-    for number, layout in enumerate(sample(WRITERS, 0, 1, 3, 4, 6, 7)):
+    for number, layout in enumerate(sample(WRITERS, 0, 3, 4, 7)):
         folders.append(str(tmp_path / str(number)))
         run_ranks(layout.ranks, _write, folders[-1], layout)
         weights = safetensors.torch.load_file(Path(folders[-1]) / "weights" / "model.safetensors")
         assert_same({**weights, "stem.bias": weights["tied"]}, expected)
         assert_written_once(Path(folders[-1]) / STEP, layout)
     skips = sample((0, 2, 3), 0)
-    for number, layout in enumerate(sample(READERS, 0, 2, 3, 4, 6, 7)):  # each writer is read
+    for number, layout in enumerate(sample(READERS, 3, 0, 7, 4)):  # each writer is read
         chosen = [folders[(number + skip) % len(folders)] for skip in skips]
         run_ranks(layout.ranks, _read, chosen, layout)
 

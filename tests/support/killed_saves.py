@@ -6,8 +6,8 @@
 Two ranks, forked from a process that has imported everything, load the newest checkpoint, check its
 values, and save the next step: every value is the number of the step. One of them is killed before
 its n-th operation on files, or in the middle of it if that is a write; then the other one is killed
-too, as a launcher would do. Rank 0, which leads, is killed at every third of its operations, rank 1
-at every 27th; with FSDP_COMPAT_TEST_ALL=1 at each, and at every ninth."""
+too, as a launcher would do. Rank 0, which leads, is killed at every fifth of its operations, rank 1
+at every 25th; with FSDP_COMPAT_TEST_ALL=1 at each, and at every fifth."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from tests.support.forks import forked
 from tests.support.sampling import at_most
 
 NUM_OPERATIONS = 50  # a few more than a save takes, with the removal of leftovers
-EVERY = at_most(3, of_all=1)
+EVERY = at_most(5, of_all=1)
 VICTIMS: list[dict[int, int]] = [  # of each save: the operation, by the rank
     *({}, {}),
     *({0: number} for number in range(0, NUM_OPERATIONS, EVERY)),
-    *({1: number} for number in range(0, NUM_OPERATIONS, 9 * EVERY)),
+    *({1: number} for number in range(0, NUM_OPERATIONS, 5 * EVERY)),
     {},
 ]
 OPERATIONS = ("open", "write", "fsync", "mkdir", "rename", "close", "rmdir", "unlink")
