@@ -20,6 +20,7 @@ from tests.support.models import Block
 from tests.support.parity import whole
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.same_host import COPIED, MAPPED, MESSAGES
+from tests.support.sampling import at_most
 
 WIDTH = 48
 
@@ -191,7 +192,12 @@ def test_unsharded_parameters_keep_the_values_from_when_they_were_unsharded() ->
 
 
 @pytest.mark.parametrize(
-    ("ranks", "args"), [(2, (0, 6, (2,))), (3, (3000, 6, (3,))), (4, (5000, 4, (2, 2)))]
+    ("ranks", "args"),
+    [
+        (2, (0, at_most(2, of_all=6), (2,))),
+        (3, (3000, at_most(2, of_all=6), (3,))),
+        (4, (5000, at_most(1, of_all=4), (2, 2))),
+    ],
 )
 def test_random_programs_train_mapped(ranks: int, args: tuple[Any, ...]) -> None:
     run_ranks(ranks, test_programs.runs_programs, *args, environment=MAPPED)

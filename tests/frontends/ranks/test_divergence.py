@@ -610,7 +610,7 @@ model, x = FSDP(nn.Linear(4, 4)), torch.ones(2, 4)
 model(x).sum().backward()
 if rank == 3:
     if not os.fork():  # holds the connections of its parent for a while
-        for _ in range(100):
+        for _ in range(40):
             time.sleep(0.1)
             if all(os.path.exists(f"{path}.{other}") for other in range(3)):
                 os._exit(0)
