@@ -1,8 +1,9 @@
-"""Break one mechanism of fsdp_compat at a time, and check that its test fails. Run by hand:
+"""Break one mechanism of fsdp_compat at a time, and check that its test fails:
 
     python tests/mutations.py                    # all of them, about ten minutes
     python tests/mutations.py "no division" ...  # some of them, by name
-    python tests/mutations.py --list
+    python tests/mutations.py --tenth            # a fixed tenth, which .ci/run runs
+    python tests/mutations.py --texts            # none: only look for their texts, in a second
 
 Each break replaces a piece of text that occurs exactly once in the package. It is made in a copy of
 the checkout, where its test runs with a time limit; a test that hangs counts as failed. The exit
@@ -12,18 +13,22 @@ tests pass without a break: run them before."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
+import queue
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-LIMIT_S = 300.0
+HANGS = -1  # in place of an exit status
 
 
 @dataclasses.dataclass(frozen=True)
@@ -639,31 +644,47 @@ BREAKS = (
 )
 
 
-def files_with(text: str, checkout: Path) -> Iterator[tuple[Path, int]]:
-    """Yield the files of the package that have the text, and how often."""
-    for path in sorted((checkout / "fsdp_compat").rglob("*.py")):
-        number = path.read_text().count(text)
-        if number:
-            yield path, number
+def files_with(text: str, sources: Mapping[Path, str]) -> dict[Path, int]:
+    """Return the files that have the text, and how often."""
+    return {path: source.count(text) for path, source in sources.items() if text in source}
+
+
+def sources_of(checkout: Path) -> dict[Path, str]:
+    return {path: path.read_text() for path in sorted((checkout / "fsdp_compat").rglob("*.py"))}
+
+
+def text_problem(each: Break, sources: Mapping[Path, str]) -> str:
+    """Return "" if the text of a break occurs exactly once."""
+    places = files_with(each.old, sources)
+    if list(places.values()) == [1]:
+        return ""
+    named = ", ".join(f"{number} times in {path.name}" for path, number in places.items())
+    return f"NOT FOUND ONCE: its text is {named or 'nowhere'}"
 
 
 def try_break(each: Break, copy: Path) -> str:
     """Return "caught", or what is wrong."""
-    places = list(files_with(each.old, copy))
-    if [number for _, number in places] != [1]:
-        named = ", ".join(f"{number} times in {path.name}" for path, number in places) or "nowhere"
-        return f"NOT FOUND ONCE: its text is {named}"
-    ((path, _),) = places
-    original = path.read_text()
-    path.write_text(original.replace(each.old, each.new))
+    sources = sources_of(copy)
+    if problem := text_problem(each, sources):
+        return problem
+    (path,) = files_with(each.old, sources)
+    path.write_text(sources[path].replace(each.old, each.new))
     try:
-        return run_test(each.test, copy)
+        status, output = run_tests(each.test, copy)
     finally:
-        path.write_text(original)
+        path.write_text(sources[path])
+    if status == HANGS:
+        return "caught: the test hangs"
+    if status == 0:
+        return f"NOT CAUGHT by {each.test}"
+    if status == 1:
+        return "caught"
+    return f"THE TEST DID NOT RUN (pytest ends with {status}): {each.test}\n{output[-500:]}"
 
 
-def run_test(test: str, copy: Path) -> str:
-    command = f'exec "{sys.executable}" -m pytest -x -q --tb=no -p no:cacheprovider {test}'
+def run_tests(tests: str, copy: Path, limit_s: float = 300.0) -> tuple[int, str]:
+    """Run tests up to the first that fails; return pytest's exit status, or HANGS, and output."""
+    command = f'exec "{sys.executable}" -m pytest -x -q --tb=no -p no:cacheprovider {tests}'
     with subprocess.Popen(
         ["bash", "-c", command],
         cwd=copy,
@@ -671,41 +692,63 @@ def run_test(test: str, copy: Path) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        start_new_session=True,
     ) as process:
         try:
-            output, _ = process.communicate(timeout=LIMIT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()  # the rank processes end with it
-            return "caught: the test hangs"
-    if process.returncode == 1:
-        return "caught"
-    if process.returncode == 0:
-        return f"NOT CAUGHT by {test}"
-    return f"THE TEST DID NOT RUN (pytest ends with {process.returncode}): {test}\n{output[-500:]}"
+            output, _ = process.communicate(timeout=limit_s)
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)  # the rank processes end with it
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            return HANGS, ""
+    return process.returncode, output
+
+
+@contextlib.contextmanager
+def copies_of_checkout(number: int) -> Iterator[queue.SimpleQueue[Path]]:
+    """Yield copies of the checkout, to be taken and put back."""
+    copies: queue.SimpleQueue[Path] = queue.SimpleQueue()
+    with tempfile.TemporaryDirectory(prefix="mutations-") as directory:
+        for name in range(number):
+            copies.put(Path(directory) / str(name))
+            ignored = shutil.ignore_patterns(".git", "__pycache__", ".venv")
+            shutil.copytree(ROOT, Path(directory) / str(name), ignore=ignored)
+        yield copies
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Break fsdp_compat and see that tests fail.")
     parser.add_argument("names", nargs="*", help="parts of names of breaks; default: all")
-    parser.add_argument("--list", action="store_true", help="only print the names")
+    parser.add_argument("--tenth", action="store_true", help="a fixed tenth, without tests/gpu")
+    parser.add_argument("--texts", action="store_true", help="only check that the texts occur once")
+    parser.add_argument("--jobs", type=int, default=2, help="breaks at the same time")
     args = parser.parse_args()
     chosen = [
         each for each in BREAKS if not args.names or any(name in each.name for name in args.names)
     ]
-    if args.list:
-        print(*(each.name for each in chosen), sep="\n")
-        return 0
-    failed = 0
-    with tempfile.TemporaryDirectory(prefix="mutations-") as directory:
-        copy = Path(directory) / "checkout"
-        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", "__pycache__", ".venv"))
-        for each in chosen:
-            started = time.monotonic()
+    if args.tenth:
+        anywhere = [each for each in chosen if "tests/gpu" not in each.test]  # without a compiler
+        chosen = sorted(anywhere, key=lambda each: each.name)[::9]
+    if args.texts:
+        sources = sources_of(ROOT)
+        problems = {each.name: text_problem(each, sources) for each in chosen}
+        wrong = [f"{name}: {problem}" for name, problem in problems.items() if problem]
+        print(*wrong, f"{len(chosen) - len(wrong)} of {len(chosen)} texts occur once", sep="\n")
+        return 1 if wrong or not chosen else 0
+
+    def tried(each: Break) -> bool:
+        copy, started = copies.get(), time.monotonic()
+        try:
             outcome = try_break(each, copy)
-            failed += not outcome.startswith("caught")
-            print(f"{each.name}: {outcome} ({time.monotonic() - started:.0f} s)", flush=True)
-    print(f"{len(chosen) - failed} of {len(chosen)} breaks were caught")
-    return 1 if failed or not chosen else 0
+        finally:
+            copies.put(copy)
+        print(f"{each.name}: {outcome} ({time.monotonic() - started:.0f} s)", flush=True)
+        return outcome.startswith("caught")
+
+    with copies_of_checkout(args.jobs) as copies, ThreadPoolExecutor(args.jobs) as pool:
+        num_caught = sum(pool.map(tried, chosen))
+    print(f"{num_caught} of {len(chosen)} breaks were caught")
+    return 1 if num_caught < len(chosen) or not chosen else 0
 
 
 if __name__ == "__main__":
