@@ -1,0 +1,350 @@
+"""Calls inside of a pass, without this rank or its group, and with functions of the user's that
+raise: an error on every rank, after which the model trains. And what looks odd, but is allowed."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn, ones
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat import ShardingStrategy
+from fsdp_compat.errors import StateError, UsageError
+from fsdp_compat.sharded_grad_scaler import ShardedGradScaler
+from fsdp_compat.wrap import CustomPolicy, enable_wrap, wrap
+from tests.support.parity import both_forms
+from tests.support.ranks import on_ranks
+from tests.support.refusals import (
+    FULL,
+    SHARDED,
+    Call,
+    Outcome,
+    adam,
+    assert_four_facts,
+    batch,
+    by_rank,
+    caught,
+    difference,
+    loss_of,
+    net,
+    no_sync,
+    reference,
+    sgd,
+    shard,
+    snapshot,
+    state_of,
+    step,
+    summon,
+)
+from tests.support.sampling import TEST_ALL
+
+HYBRID, NO_SHARD = ShardingStrategy.HYBRID_SHARD, ShardingStrategy.NO_SHARD
+
+
+def load_optimizer(m: FSDP, o: torch.optim.Optimizer) -> None:
+    with FSDP.state_dict_type(m, SHARDED):
+        FSDP.optim_state_dict_to_load(m, o, FSDP.optim_state_dict(m, o))
+
+
+# -- inside of forward and of backward
+
+INSIDE: dict[str, tuple[Call, type[Exception]]] = {  # the call, and the class that torch raises
+    "state_dict": (lambda m, o: m.state_dict(), RuntimeError),
+    "load": (lambda m, o: m.load_state_dict(added_to(reference(0))), RuntimeError),
+    "clip_grad_norm_": (lambda m, o: m.clip_grad_norm_(1e-9), ValueError),
+    "summon_full_params": (lambda m, o: summon(m), AssertionError),
+    "apply": (lambda m, o: m.apply(lambda child: None), ValueError),
+    "deepcopy": (lambda m, o: copy.deepcopy(m), RuntimeError),
+    "pickle": (lambda m, o: pickle.dumps(m), RuntimeError),
+    "optim_state_dict": (lambda m, o: FSDP.optim_state_dict(m, o), RuntimeError),
+    "optim_state_dict to load": (load_optimizer, RuntimeError),
+    "register_comm_hook": (
+        lambda m, o: m.register_comm_hook(None, lambda s, g, o: 0),
+        RuntimeError,
+    ),
+    "no_sync": (lambda m, o: no_sync(m), ValueError),
+    "step": (lambda m, o: o.step(), RuntimeError),
+}
+# {place: (the module from where, use_orig_params)}
+PLACES: dict[str, tuple[Callable[[Any], nn.Module], bool]] = {
+    "forward of the root": (lambda m: m.module, False),
+    "forward of a unit": (lambda m: m.layers[1].module, True),
+    "backward of the root": (lambda m: m.module, True),
+    "backward of a unit": (lambda m: m.layers[0].module, False),
+}
+
+
+def added_to(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value + 1 for name, value in state.items()}
+
+
+def step_with(model: FSDP, optimizer: Any, place: str, call: Callable[[], object]) -> Outcome:
+    """Step with a call inside the forward or the backward of a module."""
+
+    def inside(module: nn.Module, args: object, output: Tensor) -> None:
+        if place.startswith("forward"):
+            call()
+        elif output.requires_grad:
+            output.register_hook(lambda grad: (call(), None)[1])
+
+    handle = PLACES[place][0](model).register_forward_hook(inside)
+    outcome = caught(partial(step, model, optimizer))
+    handle.remove()
+    return outcome
+
+
+def in_passes(place: str) -> dict[str, tuple[Outcome, Outcome]]:
+    """Return the outcome inside, where it was caught, and of the pass, where it was not."""
+    return {name: in_pass(place, INSIDE[name][0]) for name in chosen_inside(place)}
+
+
+def in_pass(place: str, call: Call) -> tuple[Outcome, Outcome]:
+    model = shard(use_orig_params=PLACES[place][1])
+    optimizer, found = sgd(model), list[Outcome]()
+    given = {"m": model, "o": optimizer}
+    goes_on = step_with(model, optimizer, place, lambda: found.append(caught(call, given)))
+    found[0].wrong = str(goes_on) if goes_on.kinds else difference(model, 1)
+    raised = step_with(model, optimizer, place, lambda: call(**given))
+    after = caught(partial(step, model, optimizer))
+    raised.wrong = str(after) if after.kinds else difference(model, 2)
+    dist.barrier()
+    return found[0], raised
+
+
+def chosen_inside(place: str) -> list[str]:
+    """By default each call is in one forward and in one backward."""
+    return list(INSIDE) if TEST_ALL else list(INSIDE)[list(PLACES).index(place) % 2 :: 2]
+
+
+@pytest.mark.parametrize(
+    ("place", "name"), [(place, name) for place in PLACES for name in chosen_inside(place)]
+)
+def test_call_during_forward_or_backward_raises_and_the_pass_completes(
+    place: str, name: str
+) -> None:
+    found = [outcomes[name] for outcomes in by_rank(in_passes, place)]
+    for outcome in (outcome for pair in found for outcome in pair):
+        wanted = {"StateError", "RuntimeError", INSIDE[name][1].__name__}
+        assert wanted <= set(outcome.kinds), outcome
+        assert not outcome.wrong, outcome
+    for inside, _ in found:
+        assert_four_facts(inside.message)
+        assert name.split()[0] in inside.message and place.split()[0] in inside.message
+        assert inside.message == found[0][0].message
+
+
+# -- groups and meshes without this rank, and none at all
+
+OUTSIDE: dict[str, Call] = {
+    "process_group": lambda m, alone: FSDP(m, alone),
+    "a tuple of groups": lambda m, alone, mine: FSDP(m, (alone, mine), HYBRID),
+    "device_mesh": lambda m: FSDP(m, device_mesh=DeviceMesh("cpu", [0])),
+    "a scaler": lambda alone: ShardedGradScaler("cpu", process_group=alone),
+}
+
+
+def outside() -> dict[str, Outcome]:
+    """The rank inside wraps a module of its own."""
+    alone, pair = dist.new_group([0]), dist.new_group([0, 1])
+    each, _ = dist.new_subgroups_by_enumeration([[0], [1]])
+    found = {}
+    for name, call in OUTSIDE.items():
+        module = net()
+        before = snapshot(module)
+        given = {"m": module, "alone": alone, "mine": pair if dist.get_rank() else each}
+        found[name] = caught(call, given)
+        assert dist.get_rank() == 0 or snapshot(module) == before, name
+        dist.barrier()
+    ShardedGradScaler("cpu", process_group=alone, enabled=False)  # needs no group
+    return found
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_rank_outside_the_group_gets_a_clear_error(name: str) -> None:
+    inside, outcome = (outcomes[name] for outcomes in by_rank(outside))
+    assert not inside.kinds, inside
+    assert "UsageError" in outcome.kinds, outcome
+    assert re.search("is not (a member of|in) the process group", outcome.message)
+    assert_four_facts(outcome.message)
+
+
+def test_missing_process_group_error_names_the_remedy() -> None:
+    assert not dist.is_initialized()
+    module = net()
+    before = snapshot(module)
+    for arguments in ({}, {"sharding_strategy": HYBRID}, {"sharding_strategy": NO_SHARD}):
+        with pytest.raises(UsageError, match="init_process_group") as error:
+            FSDP(module, **arguments)
+        assert_four_facts(str(error.value))
+        assert snapshot(module) == before
+
+
+@pytest.mark.parametrize(
+    ("ranks_per_host", "words"),
+    [("3", "a multiple of 3 ranks"), *((v, "LOCAL_WORLD_SIZE") for v in ("two", "0", "-1"))],
+)
+@on_ranks(2)
+def test_hybrid_strategy_with_uneven_nodes_raises(ranks_per_host: str, words: str) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = ranks_per_host
+    with pytest.raises(UsageError, match=words) as error:
+        FSDP(net(), sharding_strategy=HYBRID)
+    assert_four_facts(str(error.value))
+    dist.barrier()
+
+
+AFTER: dict[str, Call] = {
+    "another model": lambda: shard(),
+    "backward": lambda m: m(batch(0)).sum().backward(),
+    "forward": lambda m: torch.no_grad()(m)(ones(2, 4)),
+    "state_dict": lambda m: m.state_dict(),
+    "load_state_dict": lambda m: m.load_state_dict(reference(0)),
+    "clip_grad_norm_": lambda m: m.clip_grad_norm_(1.0),
+    "summon_full_params": summon,
+    "optim_state_dict": lambda m, o: FSDP.optim_state_dict(m, o),
+    "deepcopy": lambda m: copy.deepcopy(m),
+}
+
+
+def after_destruction(used_before: bool) -> dict[str, Outcome]:
+    model = shard()
+    given = {"m": model, "o": adam(model)}
+    if used_before:
+        step(model, given["o"])
+    dist.barrier()
+    dist.destroy_process_group()
+    return {name: caught(call, given) for name, call in AFTER.items()}
+
+
+@pytest.mark.parametrize("name", AFTER)
+@pytest.mark.parametrize("used_before", [False, True])
+def test_model_works_or_raises_after_its_process_group_is_destroyed(
+    used_before: bool, name: str
+) -> None:
+    for outcomes in by_rank(after_destruction, used_before, limit_s=5):
+        outcome = outcomes[name]
+        assert outcome.kinds or name != "another model"
+        if outcome.kinds:
+            assert "FsdpCompatError" in outcome.kinds, outcome
+            assert_four_facts(outcome.message)
+            assert "init_process_group" in outcome.message
+
+
+# -- functions of the user's that raise
+
+
+class Odd(Exception):
+    """An exception class that only these tests raise."""
+
+
+def raises(*args: Any, **kwargs: Any) -> Any:
+    raise Odd
+
+
+def wrap_with_one_that_raises(m: nn.Module) -> None:
+    try:
+        with enable_wrap(wrapper_cls=raises):
+            wrap(m)
+    finally:
+        assert wrap(m) is m, "outside of a block nothing is wrapped"
+
+
+def step_with_a_hook_that_raises(m: nn.Module) -> None:
+    model = shard(m)
+    model.register_comm_hook(None, raises)
+    step(model)
+
+
+RAISING: dict[str, Call] = {  # of ``m``, a module, or ``w``, the same wrapped model in all
+    "auto_wrap_policy": lambda m: FSDP(m, auto_wrap_policy=raises),
+    "CustomPolicy": lambda m: FSDP(m, auto_wrap_policy=CustomPolicy(raises)),
+    "param_init_fn": lambda m: FSDP(m.to("meta"), param_init_fn=raises),
+    "ignored_modules": lambda m: FSDP(m, ignored_modules=(raises() for _ in range(1))),
+    "wrap": wrap_with_one_that_raises,
+    "register_comm_hook": step_with_a_hook_that_raises,
+    "apply": lambda w: w.apply(raises),
+    "summon_full_params": lambda w: summon(w, raises),
+    "no_sync": lambda w: no_sync(w, raises),
+}
+
+
+def with_functions_that_raise() -> dict[str, Outcome]:
+    model, found = shard(), {}
+    for name, call in RAISING.items():
+        found[name] = caught(call, {"m": net(), "w": model})
+        dist.barrier()
+    step(model)
+    assert not difference(model, 1)
+    return found
+
+
+@pytest.mark.parametrize("name", RAISING)
+def test_exceptions_of_user_functions_propagate_unchanged(name: str) -> None:
+    for outcomes in by_rank(with_functions_that_raise):
+        assert outcomes[name].kinds[:1] == ("Odd",)
+
+
+# -- allowed, although it looks odd
+
+
+@both_forms
+@on_ranks(2)
+def test_a_model_wrapped_without_gradients_trains(use_orig_params: bool) -> None:
+    for mode in (torch.no_grad, torch.inference_mode):
+        module = net()
+        with mode():
+            model = shard(module, use_orig_params=use_orig_params)
+        step(model)
+        assert not difference(model, 1)
+
+
+@both_forms
+@on_ranks(2)
+def test_values_loaded_while_gradients_wait_leave_them(use_orig_params: bool) -> None:
+    moved = added_to(reference(0))
+    plain = net()
+    optimizer = sgd(plain)
+    for _ in range(2):
+        torch.stack([loss_of(plain, rank) for rank in range(2)]).mean().backward()
+        plain.load_state_dict(moved)
+    optimizer.step()
+    for kind in (FULL, SHARDED):
+        model = shard(use_orig_params=use_orig_params)
+        optimizer = sgd(model)
+        with FSDP.state_dict_type(model, kind):
+            no_sync(model, loss_of(model).backward)
+            if kind is SHARDED:
+                model.load_state_dict(model.state_dict())
+            model.load_state_dict(moved)
+        loss_of(model).backward()
+        optimizer.step()
+        assert not difference(model, plain.state_dict())
+
+
+@both_forms
+@on_ranks(2)
+def test_freezing_inside_forward_persists_or_raises(use_orig_params: bool) -> None:
+    def freeze(layer: nn.Module, args: object) -> None:
+        handle.remove()
+        layer.weight.requires_grad_(False)
+
+    module = net()
+    handle = module.layers[1].register_forward_pre_hook(freeze)
+    model = shard(module, use_orig_params=use_orig_params)
+    before = state_of(model)["layers.1.weight"]
+    try:
+        for _ in range(3):
+            step(model)
+    except StateError as error:
+        assert_four_facts(str(error))
+    else:
+        assert torch.equal(before, state_of(model)["layers.1.weight"])
