@@ -1,11 +1,11 @@
 """Break fsdp_compat in random places, and say which share of the breaks the tests catch:
 
-    python tests/random_breaks.py --seed 1 --number 30          # about an hour
-    python tests/random_breaks.py --seed 1 --number 30 --show   # only print them
+    python tests/random_breaks.py --seed 1 --number 30  # about an hour; --show: only print them
 
 A seed always draws the same breaks of the same source: a file, weighted by its lines, and one of
-the simple edits that its syntax tree allows. The tests that ARCHITECTURE.md names for the file run
-first, then the fast tests of its area. A break that no test catches may be equivalent: look."""
+the simple edits that its syntax tree allows. Tests named like the file and those that
+ARCHITECTURE.md names run first, then the fast ones of its area. Look whether a break that is not
+caught changes anything."""
 
 from __future__ import annotations
 
@@ -40,7 +40,6 @@ AREAS = {  # {start of a path in the package: tests}; the longest start counts
     "_torch_patches": f"tests/install tests/state {FRONT_ENDS}",
     "checkpoint": "tests/checkpoint",
 }
-NAMED_LIMIT_S, AREA_LIMIT_S = 200.0, 400.0
 
 
 def edits_of(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
@@ -95,10 +94,11 @@ def drawn(rng: random.Random) -> tuple[str, str]:
 
 
 def named_tests(path: str) -> str:
-    """Return the tests that ARCHITECTURE.md names where it says what to change in a file."""
+    """Return the tests of a file's own name, and those that ARCHITECTURE.md names for it."""
     text = (ROOT / "fsdp_compat/ARCHITECTURE.md").read_text()
     table = text.partition("## Where to change what")[2].partition("\n## ")[0]
-    found: dict[str, None] = {}
+    alike = ROOT.glob(f"tests/**/test_{Path(path).stem.strip('_')}.py")
+    found = dict.fromkeys(str(test.relative_to(ROOT)) for test in alike)
     for row in re.findall(r"^\| .*\|$", table, re.MULTILINE)[1:]:
         _, places, tests = row.strip("| ").split(" | ")
         names = re.findall(r"`([\w/.]+)`", places)
@@ -111,7 +111,7 @@ def outcome_of(path: str, copy: Path) -> str:
     inside = path.removeprefix("fsdp_compat/")
     area = AREAS[max(filter(inside.startswith, AREAS), key=len)]
     outcome = "NOT CAUGHT"
-    for tests, limit_s in ((named_tests(inside), NAMED_LIMIT_S), (f"-n 2 {area}", AREA_LIMIT_S)):
+    for tests, limit_s in ((named_tests(inside), 200.0), (f"-n 2 {area}", 400.0)):
         status, output = run_tests(f"-m 'not slow' {tests}", copy, limit_s) if tests else (0, "")
         if status == HANGS:
             outcome += f" within {limit_s:.0f} s by {tests}"
@@ -133,7 +133,7 @@ def main() -> None:
         for number in range(args.number):
             path, broken = drawn(rng)
             original, started = (copy / path).read_text(), time.monotonic()
-            texts = original.splitlines(), broken.splitlines()
+            texts = [text.splitlines() for text in (original, broken)]
             diff = difflib.unified_diff(*texts, path, n=1, lineterm="")
             print(f"\n{number}:", *diff, sep="\n", flush=True)
             if not args.show:

@@ -338,7 +338,7 @@ WRAPPED = cases(
         "'forward'": lambda m: register(m, "forward"),
         "synced; 'yes'": lambda m: register(m, "extra_repr", synced="yes"),
         "summon_full_params; int": lambda: summon(3),
-        "apply; 3": lambda m: m.apply(3),
+        "fn has the wrong type; apply; 3": lambda m: m.apply(3),
         "fsdp_modules; int": lambda: FSDP.fsdp_modules(3),
         "root_only; 'yes'": lambda m: FSDP.fsdp_modules(m, "yes"),
         "state_dict_type; 'full'": lambda m: sets(m, "full"),
