@@ -29,7 +29,7 @@ from .._engine.runtime import live_runtimes
 from .._engine.state_store import StateStore
 from ..errors import CheckpointError, StateError, UsageError, ValueCheckpointError
 from .elementwise import warn_of_parts
-from .loaded_values import misfit
+from .loaded_values import is_sharded, misfit
 from .optim_contents import is_count
 from .summon import shown_stores
 
@@ -130,7 +130,7 @@ def cut_state(optimizer: torch.optim.Optimizer) -> None:
                 )
             store = store_of_param(parameter)
             if store is not None and not store.is_flattened and optimizer.state.get(parameter):
-                _cut(optimizer.state[parameter], store, place[1][0], parameter)
+                _cut(optimizer, store, parameter)
             elif _torch_private.local_part(parameter).shape != (whole := parameter.shape):
                 for key, value in optimizer.state.get(parameter, {}).items():
                     if type(value) is torch.Tensor and value.shape == whole:
@@ -178,9 +178,12 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
                 )
 
 
-def _cut(state: dict[Any, Any], store: StateStore, index: int, parameter: nn.Parameter) -> None:
+def _cut(optimizer: torch.optim.Optimizer, store: StateStore, parameter: nn.Parameter) -> None:
+    index, state = _managed[parameter][1][0], optimizer.state[parameter]
     shape, part = store.local_shape(index), store.part(index, store.rank)
     for key, value in state.items() if tuple(parameter.shape) != shape else ():
+        if is_sharded(value):
+            raise _not_own(optimizer, f"a sharded value as {key!r}, of FSDP.optim_state_dict")
         is_tensor = isinstance(value, torch.Tensor)
         if is_tensor and tuple(value.shape) == shape and not is_count(key, shape):
             state[key] = value.reshape(-1)[part.slice].to(parameter.device, copy=True)

@@ -103,6 +103,15 @@ def test_an_optimizers_own_state_dict_of_another_layout_raises() -> None:
     assert "expected: the state of whole parameters" in run_ranks(1, _loads, packed, False)[0]
 
 
+@on_ranks(2)
+def test_sharded_values_without_optim_state_dict_to_load_raise_in_the_next_step() -> None:
+    model, optimizer = trained(use_orig_params=True)
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        optimizer.load_state_dict(FSDP.optim_state_dict(model, optimizer))
+    text = refusal(lambda _: optimizer.step(), None)
+    assert "a sharded value as 'exp_avg'" in text and "optim_state_dict_to_load" in text
+
+
 @pytest.mark.parametrize("values", ["rows", "dtensors", "boxes"])
 @on_ranks(2)
 def test_sharded_values_of_another_rank_raise(values: str) -> None:
