@@ -34,8 +34,8 @@ _OF_TORCH = (
 
 
 class Modules(importlib.abc.MetaPathFinder):
-    """Ours and torch's modules of one ``install()``. The last finder: modules that others do not
-    find below ours are names that do not exist, and errors say so."""
+    """Ours and torch's modules of one ``install()``. The first finder, for reloads of ours. Modules
+    that others do not find below ours are names that do not exist, and errors say so."""
 
     def __init__(self) -> None:
         """Make the modules; nothing is changed."""
@@ -63,7 +63,7 @@ class Modules(importlib.abc.MetaPathFinder):
             if (kept := sys.modules.get(f"{ROOT}.{name}")) is not None:
                 vars(package)[name] = kept
         dist.fsdp = package
-        sys.meta_path.append(self)
+        sys.meta_path.insert(0, self)
         log.logger.info("modules replaced: %s", ", ".join(self.made))
         pairs = {id(theirs): (theirs, own) for theirs, own in self._counterparts()}.values()
         wrapper = self.made[ROOT].names["FullyShardedDataParallel"]
@@ -112,13 +112,17 @@ class Modules(importlib.abc.MetaPathFinder):
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
-    ) -> None:
-        """Raise ModuleNotFoundError for a name that one of our modules does not have. Of
-        ``from module import name``, it is the error that users see."""
+    ) -> ModuleSpec | None:
+        """Find ours. Raise ModuleNotFoundError, which users see, for a name that a module lacks."""
         above, _, name = fullname.rpartition(".")
-        if above in self.made:
-            # `from module import name` ignores the error of a module that is called like `name`
-            raise ModuleNotFoundError(_missing(above, name), name=above)
+        module = self.made.get(fullname)
+        if module or above not in self.made or name in dir(self.made[above]):
+            return module.__spec__ if module else None
+        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
+            if (spec := finder.find_spec(fullname, path, target)) is not None:
+                return spec
+        # `from module import name` ignores the error of a module that is called like `name`
+        raise ModuleNotFoundError(_missing(above, name), name=above)
 
     def _counterparts(self) -> Iterator[tuple[Any, Any]]:
         """Yield pairs of an object of torch's modules and ours of the same name."""

@@ -131,6 +131,46 @@ def test_every_name_is_ours_and_with_uninstall_torchs_again(
     assert_passes(launcher, tmp_path, program, when)
 
 
+def test_reloads_keep_ours_and_only_missing_names_are_refused(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    program = """
+        import pydoc
+        from importlib.util import find_spec
+        import fsdp_compat
+        fsdp_compat.install()
+        wrapper, finders = fsdp_compat.FullyShardedDataParallel, len(sys.meta_path)
+        import torch.distributed.fsdp as fsdp, torch.distributed.fsdp.api as api
+        import torch.distributed.fsdp.wrap as wrap
+        homes = [wrapper.__module__, fsdp_compat.ShardingStrategy.__module__]
+        for module in (api, wrap, fsdp):
+            assert importlib.reload(module) is module
+        assert fsdp.FullyShardedDataParallel is wrapper
+        assert api.ShardingStrategy is fsdp_compat.ShardingStrategy
+        assert wrap.ModuleWrapPolicy is fsdp_compat.wrap.ModuleWrapPolicy
+        assert homes == [wrapper.__module__, fsdp_compat.ShardingStrategy.__module__]
+
+        for name in ("FullyShardedDataParallel", "wrap.ModuleWrapPolicy", "api"):
+            full = f"torch.distributed.fsdp.{name}"
+            assert pydoc.locate(full).__name__.endswith(name.rpartition(".")[2]), full
+        assert "FullyShardedDataParallel" in pydoc.render_doc(f"{fsdp.__name__}.{wrapper.__name__}")
+        assert find_spec("torch.distributed.fsdp.FullyShardedDataParallel") is None
+        assert find_spec("torch.distributed.fsdp.api") is api.__spec__
+        try:
+            from torch.distributed.fsdp import missing
+            assert False
+        except ImportError as error:
+            assert "see fsdp_compat.install(), and has no attribute 'missing'" in str(error)
+
+        fsdp_compat.uninstall()
+        assert len(sys.meta_path) < finders
+        assert find_spec("torch.distributed.fsdp").origin.endswith("__init__.py")
+        import torch.distributed.fsdp.api as theirs
+        assert importlib.reload(theirs).ShardingStrategy is not fsdp_compat.ShardingStrategy
+    """
+    assert_passes(launcher, tmp_path, program)
+
+
 def test_a_torch_without_fsdp_gets_it(launcher: Launcher, tmp_path: Path) -> None:
     program = """
         class Without:
