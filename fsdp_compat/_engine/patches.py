@@ -47,8 +47,9 @@ def around_method(cls: type, name: str, ours: Callable[..., Any]) -> Undo:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         return ours(functools.partial(original, self), self, *args, **kwargs)
 
+    is_own = name in vars(cls)
     setattr(cls, name, method)
-    return functools.partial(setattr, cls, name, original)
+    return functools.partial(setattr, cls, name, original) if is_own else lambda: delattr(cls, name)
 
 
 def around_functions(

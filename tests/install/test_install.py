@@ -171,6 +171,23 @@ def test_reloads_keep_ours_and_only_missing_names_are_refused(
     assert_passes(launcher, tmp_path, program)
 
 
+def test_uninstall_leaves_no_attribute_that_a_class_inherits(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    program = """
+        import torch, torch.distributed as dist
+        from torch._dynamo.eval_frame import OptimizedModule
+        before = "_load_from_state_dict" in vars(OptimizedModule)
+        import fsdp_compat
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        fsdp_compat.FullyShardedDataParallel(torch.nn.Linear(2, 2))
+        assert "_load_from_state_dict" in vars(OptimizedModule)
+        fsdp_compat.uninstall()
+        assert ("_load_from_state_dict" in vars(OptimizedModule)) is before
+    """
+    assert_passes(launcher, tmp_path, program)
+
+
 def test_a_torch_without_fsdp_gets_it(launcher: Launcher, tmp_path: Path) -> None:
     program = """
         class Without:
