@@ -47,7 +47,13 @@ STATUS = """Exit status of all commands (run: of the program):
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the command, and exit with its status."""
-    name, *rest = (sys.argv[1:] if arguments is None else arguments) or [""]
+    done = _status(sys.argv[1:] if arguments is None else arguments)
+    sys.exit(done() if callable(done) else done)  # errors of a program that is run are its own
+
+
+def _done(arguments: list[str]) -> int | Callable[[], int]:
+    """Run the command and return its status, or for ``run`` the call that runs the program."""
+    name, *rest = arguments or [""]
     if name in _COMMANDS:
         file, _, member = _COMMANDS[name][0].partition(":")
         command = importlib.import_module(file, __package__)
@@ -60,13 +66,19 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         command.add_arguments(parser)
         parser.epilog = f"Examples:\n{textwrap.indent(parser.epilog or '', '  ')}\n\n{STATUS}"
         given = parser.parse_args(rest)
-        # Errors of a program that is run are its own.
-        sys.exit(command.main(given) if name == "run" else _status(command.main, given))
-    if name in ("-h", "--help", "--version"):
+        if name == "run":
+            return lambda: command.main(given)
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")  # names and sources have any text
+        with warnings.catch_warnings():
+            warnings.simplefilter("always", UserWarning)
+            warnings.showwarning = lambda text, *_, **__: _say(f"note: {str(text).splitlines()[0]}")
+            return int(command.main(given))
+    if name in ("-h", "--help", "help", "--version"):
         print(f"fsdp-compat {__version__}" if name == "--version" else _help())
-        sys.exit(0)
+        return 0
     print(_unknown(name) if name else _help(), file=sys.stderr)
-    sys.exit(2)
+    return 2
 
 
 class _Parser(argparse.ArgumentParser):
@@ -78,22 +90,14 @@ class _Parser(argparse.ArgumentParser):
         super().error(message)
 
 
-def _status(command: Callable[[argparse.Namespace], int], given: argparse.Namespace) -> int:
-    """Run a command and return its status. Its errors become one message, and warnings one line,
-    on stderr; bugs keep their traceback."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # names and sources have any characters
+def _status(arguments: list[str]) -> int | Callable[[], int]:
+    """Return what ``_done`` does. Errors become a message on stderr; bugs keep their traceback."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("always", UserWarning)
-            warnings.showwarning = lambda warning, *_, **__: _say(
-                f"note: {str(warning).splitlines()[0]}"
-            )
-            status = command(given)
-        sys.stdout.flush()
-        return status
+        try:
+            return _done(arguments)
+        finally:
+            _flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except KeyboardInterrupt:
         _say("Interrupted.")
@@ -118,6 +122,15 @@ def _status(command: Callable[[argparse.Namespace], int], given: argparse.Namesp
             raise
         _say(str(error))
         return 2 if isinstance(error, UsageError) else 1
+
+
+def _flush() -> None:
+    """Flush stdout. If that fails, it has no output later: Python would report it at exit."""
+    try:
+        print(end="", flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise
 
 
 def _say(message: str) -> None:

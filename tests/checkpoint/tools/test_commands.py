@@ -432,6 +432,7 @@ def test_help_lists_every_command_and_each_has_an_example_and_all_statuses(
     assert all(f"\n    {name} " in text for name in NAMES)
     assert text.endswith(__main__.STATUS + "\n")
     assert set(NAMES) == set(__main__._COMMANDS)
+    assert main("help") == 0 and capsys.readouterr().out == text
     for name in NAMES:
         assert main(name, "--help") == 0
         text = capsys.readouterr().out
@@ -519,6 +520,37 @@ def test_importing_loads_no_library_and_a_closed_pipe_is_141(model: Path, option
     )
     os.close(writing)
     assert (ran.returncode, ran.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "text"),
+    [
+        (["--help"], 141, ""),
+        (["inspect", "--help"], 141, ""),
+        (["--version"], 1, "No space left on device"),
+        (["inspect", "."], 130, "Interrupted."),
+    ],
+)
+def test_outside_of_a_command_too_the_status_is_kept_and_no_traceback_is_shown(
+    arguments: list[str], status: int, text: str, tmp_path: Path
+) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}
+    if status == 130:  # Ctrl-C while torch is imported
+        (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
+        environment["PYTHONPATH"] += f":{tmp_path}"
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open("/dev/full" if status == 1 else writing, "w") as stdout:
+        ran = subprocess.run(
+            [sys.executable, "-m", "fsdp_compat", *arguments],
+            stdout=None if status == 130 else stdout,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=limit_s(),
+            env=environment,
+        )
+    assert ran.returncode == status, ran.stderr
+    assert len(ran.stderr.splitlines()) == {141: 0, 1: 5, 130: 1}[status] and text in ran.stderr
 
 
 # -- texts
