@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..._layout.box import Box
+from ..._progress import Tick
 from ..._torch_private import place_in_file
 from ...errors import CheckpointError, UsageError
 from .._blocks import damaged, new_file, sync_directory
@@ -369,12 +370,13 @@ def write_dcp(archive: Archive, path: Path, options: WriteOptions, files: Files)
         properties = described.TensorProperties(dtype_to_write(value))
         entries[name] = described.TensorStorageMetadata(properties, torch.Size(value.shape), chunks)
 
-    def write(rank: int, tick: object) -> dict[Any, Any]:
+    def write(rank: int, stop: Tick) -> dict[Any, Any]:
         places: dict[Any, Any] = {}
         if ranks[rank]:
             name = f"__{rank}_0.distcp"
             with new_file(path / name) as file:
                 for index, value, box in ranks[rank]:
+                    stop(0)
                     start = file.tell()
                     torch.save(_chunk(value, box, files, options), file)
                     places[index] = place_in_file(name, start, file.tell() - start)

@@ -20,6 +20,7 @@ import torch
 from ..._comm.host_memory import memory_of
 from ..._layout.box import Box, Piece
 from ..._layout.spec import Interval, flat_layout, row_major_strides, runs_of_part
+from ..._progress import Tick
 from ...errors import CheckpointError, UsageError
 from .._blocks import BLOCK_NBYTES, FileFacts, damaged
 from .._directory import latest
@@ -431,10 +432,10 @@ def write_native(archive: Archive, path: Path, options: WriteOptions, files: Fil
     path.mkdir()
     target = _Target(archive, options, files)
 
-    def write(number: int, _: object) -> FileFacts:
+    def write(number: int, stop: Tick) -> FileFacts:
         file = target.file(number)
-        metadata = file.head.as_metadata()
-        return write_file(path / file_name(number), file.tensors, metadata, options.tick)
+        place, metadata = path / file_name(number), file.head.as_metadata()
+        return write_file(place, file.tensors, metadata, lambda n: (stop(0), options.tick(n)))
 
     facts = for_each(range(options.world_size), write)
     write_text(path / MANIFEST, target.manifest(facts).as_text())
