@@ -36,15 +36,14 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
-        if find_spec(f"{__name__}.{name}"):
+        if name.isidentifier() and find_spec(f"{__name__}.{name}"):
             return import_module(f"{__name__}.{name}")
         is_private = name.startswith("_") and name != "__all__"
         public = None if is_private else import_module(f"{__name__}._public")
-        if not hasattr(public, name):
+        if public is None or not hasattr(public, name):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = globals()[name] = getattr(public, name)
-        return value
+        return globals().setdefault(name, getattr(public, name))
 
     def __dir__() -> list[str]:
-        modules = [each.name for each in pkgutil.iter_modules(__path__)]  # noqa: F405
-        return sorted([*__getattr__("__all__"), *(x for x in modules if not x.startswith("_"))])
+        modules = [x.name for x in pkgutil.iter_modules(__path__) if x.name[0] != "_"]  # noqa: F405
+        return sorted(["__version__", *modules, *__getattr__("__all__")])

@@ -153,4 +153,4 @@ def test_docstrings_of_public_names_are_in_one_style() -> None:
 def test_dir_shows_all_public_names_and_modules() -> None:
     modules = [each.removeprefix(f"{PACKAGE}.") for each in public_modules() if "." in each]
     shallow = [each for each in modules if "." not in each]
-    assert dir(fsdp_compat) == sorted({*fsdp_compat.__all__, *shallow})
+    assert dir(fsdp_compat) == sorted({"__version__", *fsdp_compat.__all__, *shallow})

@@ -86,7 +86,7 @@ def of_inspection(found: Inspection, lists_all: bool, has_stats: bool) -> str:
         rows = itertools.starmap(_row_of_module, modules_of(found.tensors).items())
         listed = _table("module | elements> | dtypes | size> | optimizer> | ranks", rows)
         values = None
-        hint = "--all lists every tensor and other value, --include PATTERN some of them"
+        hint = "--all lists every tensor and other value, --include REGEX some of them"
     return _printed(
         _table("|", _facts_of_inspection(found)),
         listed,

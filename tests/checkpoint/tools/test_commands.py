@@ -65,6 +65,7 @@ def test_inspect_prints_facts_and_a_line_for_each_module(model: Path) -> None:
     assert ["a", "6", "float32", "24", "B", "-"] in lines
     assert ["b", "4", "bfloat16", "8", "B", "-"] in lines
     assert lines[-1][:4] == ["--all", "lists", "every", "tensor"]
+    assert lines[-1][-5:] == ["--include", "REGEX", "some", "of", "them"]
 
 
 def test_inspect_prints_a_line_for_each_tensor_on_demand(model: Path) -> None:
