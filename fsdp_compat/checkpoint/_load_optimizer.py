@@ -56,6 +56,7 @@ class OptimizerLoadPlan:
         self._settings: list[dict[str, Any]] = [{} for _ in optimizer.param_groups]
         self._state: dict[torch.Tensor, dict[Any, Any]] = {}  # by parameter of the optimizer
         self._kept: set[torch.Tensor] = set()  # parameters whose state is left as it is
+        self._left = left
         if source.archive.is_by_number:
             source.number_optimizer(numbered_names(owned, names_before(model)))
         self._users: dict[str, Any] = {}  # states that belong to no parameter
@@ -68,14 +69,14 @@ class OptimizerLoadPlan:
                 got=kept,
                 where=str(source.path),
                 fix="build the optimizer that was saved; or pass optimizer=None to load the model "
-                "alone, or strict=False to keep this optimizer's state and settings",
+                "alone, or strict=False to checkpoint.load(path, ...) to keep the optimizer's own",
             )
         if kept:
             self._kept.update(self._params)
             why = f"the checkpoint holds {kept}"
             self.settings_kept.update(dict.fromkeys(range(len(optimizer.param_groups)), why))
         else:
-            source.archive.left_out += _not_loaded(owned, saved or [], source.with_state())
+            source.archive.left_out += _not_loaded(owned, saved or [], source.with_state(), left)
             self._plan_settings(owned, saved or [], strict)
             self._plan_states(groups, taken, left)
             self._users = source.user_states()
@@ -83,8 +84,8 @@ class OptimizerLoadPlan:
     @property
     def state_kept(self) -> list[str]:
         """The names of the parameters whose state is not loaded."""
-        kept = (each for each in self._params if each in self._kept)
-        return [names[0] for each in kept for names in self._names[each]]
+        named = ((each, names[0]) for each in self._params for names in self._names[each])
+        return [name for each, name in named if each in self._kept or name in self._left]
 
     def apply(self) -> None:
         """Load the states that were read, and the settings."""
@@ -243,15 +244,16 @@ def _why_kept(
 
 
 def _not_loaded(
-    owned: ParamOwnership, saved: Sequence[Mapping[str, Any]], with_state: set[str]
+    owned: ParamOwnership, saved: Sequence[Mapping[str, Any]], with_state: set[str], left: set[str]
 ) -> Iterator[str]:
-    """Yield which parameters only one optimizer has, or have no state where others have."""
+    """Yield which parameters, but ``left``, only one optimizer has, or lack others' state."""
     listed = {name for group in saved for name in group["params"]}
     for param, contents in owned.held.items():
         is_here = param in owned.numbers
         for names in contents.all_names.values():
             if listed.isdisjoint(names):
-                which = "which only the new optimizer has" if is_here else ""
+                is_told = is_here and names[0] not in left
+                which = "which only the new optimizer has" if is_told else ""
             elif is_here:
                 is_without = param.requires_grad and with_state.isdisjoint(names)
                 which = "which was not saved" if with_state and is_without else ""

@@ -77,9 +77,9 @@ def _load_bodies(folder: Path, saved: dict[str, Tensor]) -> None:
     assert_same(dict(checkpoint.iter_full_state_dict(model)), taken(saved, before))
     for path, front_end, num_kept in (
         ("no optimizer", "rows", 6),
-        ("state of the head", "flat", 0),  # nothing for a FlatParameter without the head
+        ("state of the head", "flat", 2),  # nothing for the rest of the FlatParameter
     ):
-        model = sharded(front_end, Body(2, head="head" if num_kept else "own"))
+        model = sharded(front_end, Body(2, head="own" if front_end == "flat" else "head"))
         optimizer = torch.optim.Adam(model.parameters())
         take_step(optimizer)
         before = state_of(model, optimizer)
@@ -127,8 +127,7 @@ def _load_body(path: Path, loader: str, saved: dict[str, Tensor]) -> None:
     assert (report.extra, report.path) == ("extra", path)
     assert left_by(report) == LEFT and not report.is_complete
     assert not report.mismatched
-    # A FlatParameter has one state, with the own values of what was left in it.
-    assert report.state_kept == ([] if loader == "flat" else LEFT["missing"])
+    assert report.state_kept == LEFT["missing"]  # also inside a FlatParameter, but for its count
     expected = taken(saved, before)
     if loader == "flat":  # one count for all
         expected |= {name: saved["state.first.weight.step"] for name in before if "step" in name}
@@ -139,6 +138,8 @@ def _load_body(path: Path, loader: str, saved: dict[str, Tensor]) -> None:
         checkpoint.load(path, model, optimizer, strict=False)
     (text,) = [str(each.message) for each in caught if "strict=False" in str(each.message)]
     assert "missing: own.weight; missing: own.bias" in text
+    assert "optimizer state kept: own.weight; optimizer state kept: own.bias" in text
+    assert not any("only the new optimizer" in str(each.message) for each in caught)
 
     wide = sharded(loader, Body(2, width=6))
     report = checkpoint.load(path, wide, strict=False)
