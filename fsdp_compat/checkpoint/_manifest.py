@@ -278,6 +278,8 @@ def _no_checkpoint(path: Path) -> CheckpointError:
     got = "a file" if path.exists() else "no such directory"
     if path.is_dir():
         got = "a directory without one"
+    if (path / file_name(0)).exists():
+        got = f"a save that did not finish: no {MANIFEST}"
     return CheckpointError.of(
         "There is no checkpoint at this path.",
         expected=f"a directory with a {MANIFEST}, as returned by save(folder, ...), the folder "

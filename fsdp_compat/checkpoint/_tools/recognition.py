@@ -9,9 +9,10 @@ from pathlib import Path
 
 from ..._progress import elapsing
 from ..._text import joined
-from ...errors import CheckpointError
+from ...errors import CheckpointError, wrong_type
 from .._blocks import damaged
-from .._manifest import MANIFEST, file_name
+from .._directory import STEP
+from .._manifest import MANIFEST, file_name, read_manifest
 from .._texts import open_file
 from .archive import Archive, NotRead, Unrecognised, coverage_problem
 from .client_directories import read_client_directory, tensors_of_index
@@ -29,6 +30,7 @@ from .walk import leaves
 _TORCH_INDEX = "pytorch_model.bin.index.json"
 _DEEPSPEED = re.compile(r"(\w+_)?mp_rank_\d+_\w+_states\.pt")
 _DEEPSPEED_SCRIPT = "zero_to_fp32.py"  # beside the directory of a step
+UNFINISHED = re.compile(r"\.(?!removed-)(.+)-[0-9a-f]{32}")  # as `_publishing` names them
 
 
 def open_archive(
@@ -74,6 +76,8 @@ def problems_of(archive: Archive) -> list[str]:
 def _shapes_in(shapes: Shapes | str | os.PathLike[str] | None) -> Shapes | None:
     if shapes is None or isinstance(shapes, Shapes):
         return shapes
+    if not isinstance(shapes, (str, os.PathLike)):
+        raise wrong_type("shapes", 'a path, or "module:function", or None', shapes)
     if os.path.lexists(shapes):
         return shapes_of_archive(open_archive(shapes))
     return shapes_from_callable(os.fspath(shapes))
@@ -83,7 +87,7 @@ def _read_directory(path: Path, shapes: Shapes | None, ignore_class: Collection[
     if native := native_in(path):
         return read_native(native)
     if (path / file_name(0)).is_file():
-        raise damaged(path, MANIFEST, f"no {MANIFEST}")
+        read_manifest(path)  # raises
     found = read_client_directory(path, shapes, ignore_class)
     if found is not None:
         return found
@@ -156,7 +160,11 @@ def _of_deepspeed(path: Path, folder: Path) -> NotRead:
 def unreadable(path: Path, got: str, is_listed: bool = False) -> Unrecognised:
     """Return the error for a path without a checkpoint. is_listed: not below it either."""
     fix = "pass the file, or the directory that holds the files themselves"
-    if not is_listed and any(each.is_dir() for each in path.glob("*")):
+    folders = sorted(each.name for each in path.glob("*") if each.is_dir())
+    names = re.compile(f"{STEP}|{UNFINISHED.pattern}")
+    if folders and all(map(names.fullmatch, folders)) and not [*path.glob(f"*/{MANIFEST}")]:
+        got, fix = f"only saves that did not finish: {joined(folders, 8, ', ')}", "pass another one"
+    elif not is_listed and folders:
         fix = f"pass one of the checkpoints in it: `fsdp-compat inspect {path}` lists them"
     return Unrecognised.of(
         "No checkpoint was recognised.",

@@ -20,11 +20,10 @@ from .archive import Archive, Unrecognised
 from .inspection import Facts
 from .native import files_of_native
 from .rank_files import TORCH_SUFFIXES
-from .recognition import open_archive, problems_of, require_lengths, unreadable
+from .recognition import UNFINISHED, open_archive, problems_of, require_lengths, unreadable
 
 _SUFFIXES = (*TORCH_SUFFIXES, ".safetensors")
 _NUMBER = re.compile(r"(\d+)\D*$")
-_UNFINISHED = re.compile(r"\.(?!removed-)(.+)-[0-9a-f]{32}")  # as `_publishing` names them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +93,7 @@ def list_checkpoints(
 
 def _is_candidate(path: Path) -> bool:
     if path.name.startswith("."):
-        return _UNFINISHED.fullmatch(path.name) is not None
+        return UNFINISHED.fullmatch(path.name) is not None
     return path.is_dir() or path.suffix in _SUFFIXES
 
 
@@ -114,7 +113,7 @@ def _are_one(folder: Path, files: Sequence[Path], ignore_class: Collection[str])
 def _listed(path: Path, ignore_class: Collection[str]) -> Listed | None:
     """Return what a path holds, or None if nothing says that it is a checkpoint."""
     archive, problem, nbytes = Archive(path, "", {}), "a save that is running, or was killed", 0
-    unfinished = _UNFINISHED.fullmatch(path.name)
+    unfinished = UNFINISHED.fullmatch(path.name)
     try:
         files = path.rglob("*") if path.is_dir() else [path]
         nbytes = sum(file.stat().st_size for file in files if file.is_file())

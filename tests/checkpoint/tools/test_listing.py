@@ -57,7 +57,8 @@ def test_each_step_is_listed_with_what_is_wrong_and_the_latest_complete_one(runs
 def test_files_of_ranks_without_their_manifest_are_not_complete(runs: Path) -> None:
     (runs / "step-00000001" / "manifest.json").unlink()
     first, *_ = list_checkpoints(runs).checkpoints
-    assert first.path.name == "step-00000001" and "manifest.json" in first.problem
+    assert first.path.name == "step-00000001"
+    assert first.problem.endswith(": a save that did not finish: no manifest.json")
     for command in ("inspect", "verify"):
         assert "manifest.json" in run(command, first.path).output
 
@@ -112,3 +113,7 @@ def test_a_runs_folder_is_answered_with_the_command_that_lists_it(tmp_path: Path
     (tmp_path / "checkpoint-500").mkdir()
     result = run("verify", tmp_path)
     assert result.exit_code == 1 and f"fsdp-compat inspect {tmp_path}" in result.stderr
+    (tmp_path / "checkpoint-500").rename(tmp_path / "step-00000500")
+    assert "only saves that did not finish: step-00000500" in run("verify", tmp_path).stderr
+    (tmp_path / "step-00000500" / "manifest.json").write_text("{x")
+    assert "did not finish" not in run("verify", tmp_path).stderr
