@@ -17,7 +17,7 @@ Rename = Callable[[str], str | None]
 
 
 def _is_path(value: Any) -> bool:
-    return isinstance(value, (str, os.PathLike))
+    return isinstance(value, (str, os.PathLike)) and "\0" not in os.fsdecode(value)
 
 
 def _at_least(least: int) -> Callable[[Any], bool]:
@@ -42,9 +42,9 @@ def _are_patterns(value: Any) -> bool:
 
 # By name: what an argument is, and whether a value other than None is that.
 _ARGUMENTS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "folder": ("a path", _is_path),
+    **dict.fromkeys(("folder", "other", "target"), ("a path without NUL characters", _is_path)),
     "path": (
-        "a path; latest(folder) returns None without a complete checkpoint: pass the folder itself",
+        "a path without NUL characters; latest(folder) returns None without a complete checkpoint",
         _is_path,
     ),
     "optimizer": (

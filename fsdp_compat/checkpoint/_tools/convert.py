@@ -49,6 +49,7 @@ FORMATS = {
     "dcp": _Format(write_dcp, True),
     "native": _Format(write_native, True),
 }
+_OTHER_SUFFIXES = (".zip", ".tar", ".gz", ".pkl", ".npz", ".h5", ".onnx", ".gguf")
 _CALL = "checkpoint.files.convert"
 _VALUES = (torch.dtype, torch.device, torch.Size, complex, bytearray, set, frozenset, Counter)
 
@@ -67,7 +68,7 @@ def convert(
     weights: bool = False,
     as_saved: bool = False,
     optimizer_names: Sequence[str] | None = None,
-    shapes: Shapes | str | os.PathLike[str] | None = None,
+    shapes: str | os.PathLike[str] | None = None,
     ignore_class: Collection[str] = (),
     keep_module: bool = False,
     max_file_size: int = 5_000_000_000,
@@ -90,8 +91,9 @@ def convert(
         target: does not exist yet.
         to: "safetensors" (a directory as Hugging Face lays it out), "safetensors-file", "torch" (a
             torch.save file), "dcp" (torch.distributed.checkpoint) or "native" (a directory for
-            ``checkpoint.load``). Default: by the suffix of ``target``. Without one, with a
-            ``world_size`` "dcp" from "dcp" and "native" from all else; otherwise safetensors.
+            ``checkpoint.load``). Default: by the suffix of ``target``; a suffix of another
+            kind of file, such as .zip, is refused. Without one, with a ``world_size`` "dcp" from
+            "dcp" and "native" from all else; otherwise safetensors.
         world_size: ranks to cut the shards of "dcp" and "native" for, by default 1; any can load
             it.
         unit: for "native": a regular expression; parameters whose names begin with the same match
@@ -124,20 +126,16 @@ def convert(
         UsageError: an argument is invalid, the target exists, or it cannot hold a value.
         CheckpointError: the source is damaged, incomplete or refused.
         OSError: the target cannot be written."""
+    require_arguments(_CALL, progress, path=path, target=target, include=include, exclude=exclude)
+    require_arguments(_CALL, progress, world_size=world_size, max_file_size=max_file_size)
+    require_arguments(_CALL, progress, unit=unit, dtype=dtype, step=0 if step is None else step)
     path, target = Path(path), Path(target)
     require_free(target)
     to = _format_of(path, target, to, world_size)
-    require_arguments(
-        _CALL,
-        progress,
-        world_size=world_size,
-        unit=unit,
-        dtype=dtype,
-        include=include,
-        exclude=exclude,
-        max_file_size=max_file_size,
-        step=0 if step is None else step,
-    )
+    for name, value in (("world_size", world_size), ("unit", unit), ("step", step)):
+        targets = '"dcp" or "native"' if name == "world_size" else '"native"'
+        if value is not None and f'"{to}"' not in targets:
+            raise unusable(name, f"None, or a target of {targets}, not {to}", value, _CALL)
     changes = (dtype, rename, *include, *exclude, optimizer_names, weights)
     if as_saved and (to != "torch" or any(changes)):
         expected = "False, unless a .pt is written and nothing is renamed, converted or left out"
@@ -146,8 +144,8 @@ def convert(
     is_selected, rename = selection(include, exclude), _renaming(rename)
     if target.absolute().parent.is_relative_to(path.absolute()):
         raise unusable("target", "a path outside of the source", str(target), _CALL)
-    shapes = Shapes({}) if shapes is None else shapes
-    archive = open_archive(path, shapes, ignore_class, keep_module, progress)
+    known = Shapes({}) if shapes is None else shapes
+    archive = open_archive(path, known, ignore_class, keep_module, progress)
     if weights:
         archive.states, archive.param_groups, archive.extra = {}, None, {}
     if optimizer_names is not None:
@@ -324,11 +322,9 @@ def _format_of(path: Path, target: Path, to: str | None, world_size: int | None)
     suffix = target.suffix.lower()
     by_suffix = next((name for name, each in FORMATS.items() if suffix in each.suffixes), None)
     by_ranks = "dcp" if is_dcp(path) else "native"
+    if to is None and suffix in _OTHER_SUFFIXES:
+        raise unusable("target", "a name of a known format, or `to`", target.name, _CALL)
     to = to or by_suffix or ("safetensors" if world_size is None else by_ranks)
-    if world_size is not None and to not in ("dcp", "native"):
-        raise unusable(
-            "world_size", f'None, or a target of "dcp" or "native", not {to}', world_size, _CALL
-        )
     if to not in FORMATS:
         raise wrong_type("to", f"one of {', '.join(FORMATS)}, or None", to, _CALL)
     if by_suffix not in (None, to):

@@ -137,14 +137,8 @@ def diff(
         CheckpointError: one of them is not a checkpoint, or is damaged, incomplete or refused.
         UsageError: an argument is invalid.
         OSError: a file cannot be read."""
-    require_arguments(
-        _CALL,
-        progress,
-        rtol=rtol,
-        atol=atol,
-        include=include,
-        exclude=exclude,
-    )
+    require_arguments(_CALL, progress, path=path, other=other, rtol=rtol, atol=atol)
+    require_arguments(_CALL, progress, include=include, exclude=exclude)
     is_selected = path_selection(include, exclude)
 
     def is_wanted(path: str) -> bool:

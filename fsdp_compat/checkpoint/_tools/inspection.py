@@ -170,7 +170,7 @@ def inspect(
         CheckpointError: it is not a checkpoint, or is damaged, incomplete or refused.
         UsageError: an argument is invalid.
         OSError: a file cannot be read."""
-    require_arguments(_CALL, progress, include=include, exclude=exclude)
+    require_arguments(_CALL, progress, path=path, include=include, exclude=exclude)
     is_selected = path_selection(include, exclude)
     archive = open_archive(path, shapes, ignore_class, keep_module, progress)
     stored = [each for each in archive.all_tensors() if is_selected(each[0])]

@@ -116,7 +116,7 @@ def verify(
             ``ignore_class``.
         UsageError: an argument is invalid.
         OSError: a file cannot be read."""
-    require_arguments(_CALL, progress)
+    require_arguments(_CALL, progress, path=path)
     if finite and quick:
         raise unusable("finite", "False with quick: no values are read", finite, _CALL)
     problems: tuple[Problem, ...] = ()

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import fsdp_compat
 from fsdp_compat import checkpoint
+from fsdp_compat.checkpoint import files
 from fsdp_compat.checkpoint._manifest import read_manifest
 from fsdp_compat.checkpoint._tools import threads
 from fsdp_compat.checkpoint._tools.archive import Archive, of_memory
@@ -27,7 +28,6 @@ from fsdp_compat.checkpoint._tools.convert import FORMATS, convert
 from fsdp_compat.checkpoint._tools.native import write_native
 from fsdp_compat.checkpoint._tools.reader import Files
 from fsdp_compat.checkpoint._tools.recognition import open_archive
-from fsdp_compat.checkpoint._tools.shapes import shapes_of
 from fsdp_compat.checkpoint._tools.writers import WriteOptions
 from fsdp_compat.errors import CheckpointError, UsageError
 from tests.checkpoint.tools.program import run
@@ -66,11 +66,11 @@ def test_checkpoints_of_every_kind_become_every_other_bit_for_bit(
     monkeypatch.setattr(threads, "THREADS", ranks % 2 + 1)
     made = checkpoints.make(kind, ranks, tmp_path)
     is_local = kind.startswith("fsdp1-local")
-    shapes = shapes_of(checkpoints.unsharded()) if is_local else None
+    place = "tests.support.checkpoints:unsharded" if is_local else None
     has_optimizer = not is_local and kind != "ours-safetensors"
     names = made["optimizer"]["param_groups"][0]["params"] if kind == "ddp" else None  # numbered
     if names is None:
-        assert_is_reference(open_archive(made["path"], shapes), made, has_optimizer)
+        assert_is_reference(open_archive(made["path"], place), made, has_optimizer)
     out = tmp_path / "out"
     out.mkdir()
     numbers = {"dcp": ranks % 4 + 1, "native": ranks % 3 + 2}
@@ -79,7 +79,7 @@ def test_checkpoints_of_every_kind_become_every_other_bit_for_bit(
             name,
             made["path"],
             out,
-            shapes=shapes,
+            shapes=place,
             optimizer_names=names,
             world_size=numbers.get(name),
             unit=r"blocks\.\d+\.|words\." if name == "native" else None,
@@ -298,7 +298,12 @@ def test_wrong_arguments_are_refused_before_anything_is_written(tmp_path: Path) 
         ({"target": source / "inside.pt"}, "outside of the source"),
         ({"world_size": 0}, "world_size"),
         ({"dtype": torch.int64}, "dtype"),
-        ({"unit": "("}, "unit"),
+        ({"unit": "(", "to": "native"}, "unit"),
+        ({"unit": r"layers\.\d+"}, 'a target of "native", not safetensors'),
+        ({"step": 3, "to": "dcp"}, 'a target of "native", not dcp'),
+        ({"target": tmp_path / "out.ZIP"}, "a name of a known format"),
+        ({"target": "a\0b"}, "without NUL characters"),
+        ({"shapes": print}, "module:function"),
         ({"include": 3}, "include"),
         ({"include": ["nothing like it"]}, "No tensor matches"),
         ({"rename": [("(", "x")]}, "rename"),
@@ -448,3 +453,10 @@ def test_targets_may_have_long_names_and_suffixes_in_capitals(tmp_path: Path) ->
     torch.save({"w": torch.ones(2)}, tmp_path / "x.pt")
     path = convert(tmp_path / "x.pt", tmp_path / f"{'n' * 240}.PT")
     assert torch.load(path, weights_only=True)["w"].tolist() == [1, 1]
+    assert convert(path, tmp_path / "step-1.5").is_dir()
+    assert convert(path, tmp_path / "x.zip", to="torch").is_file()
+
+
+def test_shapes_are_the_same_argument_of_all_functions() -> None:
+    every = (files.convert, files.diff, files.inspect, files.verify)
+    assert {call.__annotations__["shapes"] for call in every} == {"str | os.PathLike[str] | None"}
