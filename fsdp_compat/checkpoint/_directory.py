@@ -6,16 +6,21 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import sys
+import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from torch import nn
 
+from .._comm.divergence.progress import is_users
 from ..errors import CheckpointError
+from ._arguments import require_arguments
 from ._manifest import MANIFEST, Manifest, read_manifest
 from ._publishing import remove
 from ._ranks import ranks_of
+from ._texts import found_in
 
 STEP = "step-(?:[0-9]{8}|[1-9][0-9]{8,})"  # names of checkpoints, as ``directory_of`` has them
 
@@ -42,13 +47,14 @@ def steps_in(folder: Path) -> dict[int, Path]:
 
 
 def _manifest_in(path: Path, step: int) -> Manifest | str:
-    """Return the manifest of a complete checkpoint, or a reason: "" for an unfinished save."""
+    """Return the manifest of a complete checkpoint, or what is wrong: "" for an unfinished save."""
     try:
         if not (path / MANIFEST).is_file():
             return ""
         found = read_manifest(path)
     except (CheckpointError, OSError) as error:
-        return str(error)
+        first = str(error).splitlines()[0].rstrip(".")
+        return f"{first}: {found_in(error)}" if isinstance(error, CheckpointError) else first
     return found if found.step == step else f"its manifest is that of step {found.step}"
 
 
@@ -60,7 +66,7 @@ def latest(folder: str | os.PathLike[str], model: nn.Module | None = None) -> Pa
 
     With a folder per node, nodes may differ: if the job ends while a save gives the checkpoint its
     name, some have it and others do not. Pass the ``model`` on all ranks to get the highest step
-    that all of them have, of the same save.
+    that all of them have, of the same save; a warning names the higher ones.
 
     Collective: all ranks of the model, if it is passed."""
     complete = complete_in(folder)
@@ -76,20 +82,31 @@ def latest(folder: str | os.PathLike[str], model: nn.Module | None = None) -> Pa
 
 
 def newest_common(folder: Path, by_rank: Sequence[Sequence[Saved]]) -> Path | None:
-    """Return the newest checkpoint that all ranks have, or None. by_rank: those of each rank."""
+    """Return the newest checkpoint that all ranks have, warning of newer ones, or None."""
     found = [{(step, identity) for step, identity in saved} for saved in by_rank]
     common = set.intersection(*found)
+    for step in sorted({step for step, _ in set.union(*found)}) if common else ():
+        if step > max(common)[0]:
+            _warn_of_skipped(directory_of(folder, step), "not all ranks have it, of the same save")
     return directory_of(folder, max(common)[0]) if common else None
 
 
 def complete_in(folder: str | os.PathLike[str]) -> Iterator[tuple[Path, Manifest]]:
-    """Yield the complete checkpoints in a folder, the highest step first."""
+    """Yield the complete checkpoints in a folder, the highest step first. Warns of damaged ones."""
+    require_arguments("checkpoint.latest", False, folder=folder)
     for step, path in sorted(steps_in(Path(folder)).items(), reverse=True):
         found = _manifest_in(path, step)
         if isinstance(found, Manifest):
             yield path, found
         elif found:
-            warnings.warn(f"latest() skips {path}: {found}", stacklevel=3)
+            _warn_of_skipped(path, found)
+
+
+def _warn_of_skipped(path: Path, why: str) -> None:
+    """Warn at the line of the user's call."""
+    frames = traceback.walk_stack(sys._getframe())
+    levels = (n for n, (frame, _) in enumerate(frames, 1) if is_users(frame.f_code.co_filename))
+    warnings.warn(f"{path} was skipped: {why}", stacklevel=next(levels, 1))
 
 
 def remove_older(folder: Path, step: int, keep_last: int) -> None:

@@ -159,6 +159,9 @@ def resume(
 ) -> _Extra:
     """Load the newest complete checkpoint of a run that all ranks have, if there is one.
 
+    Newer ones, whose manifest is damaged or that only some ranks have, are skipped with a warning
+    that names them. If only such are there, or the one that is loaded is damaged, it raises.
+
         for epoch in range(resume("runs/7", model, optimizer, default={"epoch": 0})["epoch"], 10):
             ...
             save("runs/7", model, optimizer, {"epoch": epoch + 1}, step=epoch)
@@ -170,8 +173,7 @@ def resume(
             not exist, and may be on a different file system for each node.
         model: as for ``load``.
         optimizer: as for ``load``.
-        default: returned if there is no checkpoint: nothing at ``folder``, or unfinished saves and
-            other files. A damaged checkpoint, or one that only some ranks have, always raises.
+        default: returned if there is no checkpoint in ``folder``, or only unfinished saves.
         progress: as for ``load``.
 
     Returns:
@@ -255,8 +257,8 @@ def _load(
                 expected="the same checkpoint, and the same arguments, on all ranks",
                 got=shortened(f"{len(alike)} different ones, on ranks {alike}; this rank: {path}"),
                 where=call,
-                fix="pass the same path, rename and dtype on all ranks, and equal files; for the "
-                "newest checkpoint that all ranks have, pass the folder of the run itself",
+                fix="pass equal files, and to checkpoint.load the same rename and dtype, on all "
+                "ranks; for the newest checkpoint that all have, pass the folder of the run itself",
             )
         if not (strict or plan.report.is_complete):
             warnings.warn(f"{call} of {path} with strict=False: {plan.report}", stacklevel=3)
@@ -380,16 +382,16 @@ class _LoadPlan:
         """Raise CheckpointError unless the checkpoint fits; not ``strict``: in part."""
         if not self.report.is_complete and (strict or not takes_any):
             what = "The checkpoint does not fit" if strict else "Nothing in the checkpoint fits"
-            more = "; or pass strict=False to load what fits" if strict else ""
+            more = ", or strict=False to load what fits" if strict else ""
             raise CheckpointError.of(
                 f"{what} the model.",
                 expected="the names and shapes of the model's parameters and buffers, and "
                 "dtypes that convert to theirs",
                 got=str(self.report),
                 where=str(self.source.path),
-                fix="build the model that was saved, or pass rename, a function from a name in the "
-                f"checkpoint to the name in the model{more}; modules with load_state_dict hooks "
-                "take other names in model.load_state_dict()",
+                fix="build the model that was saved; or pass to checkpoint.load(path, ...) rename, "
+                f"a function from a name in the checkpoint to the name in the model{more}; modules "
+                "with load_state_dict hooks take other names in model.load_state_dict()",
             )
 
 

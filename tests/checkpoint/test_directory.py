@@ -6,12 +6,14 @@ from __future__ import annotations
 import dataclasses
 import errno
 import fcntl
+import fractions
 import os
 import shutil
 import stat
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from torch import nn
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import checkpoint
 from fsdp_compat.checkpoint import _publishing as publishing
-from fsdp_compat.checkpoint import _texts
+from fsdp_compat.checkpoint import _texts, latest
 from fsdp_compat.checkpoint._manifest import read_manifest
 from fsdp_compat.errors import CheckpointError, FsdpCompatError, StateError, UsageError
 from tests.support.checkpoints import refused
@@ -62,7 +64,7 @@ def test_only_directories_with_a_manifest_of_their_step_are_loaded_or_removed(
     linked = checkpoint.save(root, model, step=0)
     linked.rename(root.parent / "moved")
     linked.symlink_to(root.parent / "moved")
-    with pytest.warns(UserWarning, match="skips .*step-00000009"):
+    with pytest.warns(UserWarning, match="step-00000009 was skipped: manifest.json is damaged"):
         assert checkpoint.latest(root) == root / "step-00000005"
     checkpoint.save(root, model, step=6, keep_last=1)
     stay = ("00", "06", "08", "10", "11")
@@ -232,7 +234,7 @@ def test_latest_with_the_model_is_the_newest_checkpoint_that_all_nodes_have(tmp_
     dist.barrier()
     assert checkpoint.latest(root) == paths[1 if rank else 2]
     assert checkpoint.latest(root, model) == paths[0]
-    with pytest.raises(CheckpointError, match="pass the folder of the run itself"):
+    with pytest.raises(CheckpointError, match=r"to checkpoint\.load.*folder of the run itself"):
         checkpoint.load(paths[0 if rank else 2], model)
     checkpoint.load(paths[0], model)
 
@@ -246,7 +248,7 @@ def test_the_folder_of_a_run_loads_its_newest_checkpoint_or_starts_anew(tmp_path
     (root / "log.txt").write_text("lr 0.1")
     (root / f".step-00000001-{IDENTITY}").mkdir(exist_ok=True)  # a save that was killed
     assert checkpoint.resume(root, model, default=None) is None
-    with refused(CheckpointError, "No checkpoint was recognised"):
+    with refused(CheckpointError, "No checkpoint was recognised", "only saves that did not finish"):
         checkpoint.load(root, model)
     for step in (1, 20, 3):
         checkpoint.save(root, model, extra=step, step=step)
@@ -278,7 +280,9 @@ def test_a_run_with_a_folder_per_node_resumes_from_a_step_that_all_nodes_have(
     if rank == 1:
         shutil.rmtree(paths[1])
     dist.barrier()
-    assert checkpoint.load(root, model).extra == 1
+    for newest in (lambda: checkpoint.load(root, model).path, lambda: latest(root, model)):
+        with pytest.warns(UserWarning, match=r"step-00000002 was skipped: not all ranks have it"):
+            assert newest() == paths[0]
     dist.barrier()
     if rank == 1:
         shutil.rmtree(root)
@@ -292,8 +296,47 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew(tmp_path: P
     model = FSDP(nn.Linear(3, 3))
     path = checkpoint.save(tmp_path, model, step=1)
     (path / "manifest.json").write_text("{}")
-    with pytest.warns(UserWarning, match="skips"), refused(CheckpointError, "manifest.json"):
+    with pytest.warns(UserWarning, match="was skipped"), refused(CheckpointError, "manifest.json"):
         checkpoint.resume(tmp_path, model, default=0)
+
+
+@on_ranks(1)
+def test_a_damaged_manifest_is_skipped_with_one_sentence_at_the_users_line(tmp_path: Path) -> None:
+    model = FSDP(nn.Linear(3, 3))
+    _, newest = [checkpoint.save(tmp_path, model, extra=step, step=step) for step in (1, 2)]
+    (newest / "manifest.json").write_text("{x")
+    calls: tuple[Callable[[], Any], ...] = (
+        lambda: latest(tmp_path),
+        lambda: latest(tmp_path, model),
+        lambda: checkpoint.load(tmp_path, model),
+        lambda: checkpoint.resume(tmp_path, model, default=0) == 1,
+        lambda: checkpoint.files.verify(tmp_path),
+    )
+    for call in calls:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            assert call()
+        [warning] = told
+        assert warning.filename == __file__
+        assert str(warning.message) == (
+            f"{newest} was skipped: manifest.json is damaged, or has changed since it was saved: "
+            "2 bytes without a valid one"
+        )
+
+
+@on_ranks(1)
+def test_errors_of_resume_name_the_call_that_has_the_arguments(tmp_path: Path) -> None:
+    model = FSDP(nn.Linear(3, 3))
+    checkpoint.save(tmp_path / "run", model, step=1)
+    torch.save({"w": fractions.Fraction(1, 2)}, tmp_path / "x.pt")
+    optimizer = torch.optim.Adam(model.parameters())
+    for name, other, optim in (
+        ("run", FSDP(nn.Linear(4, 4)), None),
+        ("run", model, optimizer),
+        ("x.pt", model, None),
+    ):
+        with refused(CheckpointError, "checkpoint.load(path, ...)"):
+            checkpoint.resume(tmp_path / name, other, optim, default=0)
 
 
 @on_ranks(1)
@@ -307,9 +350,13 @@ def test_a_path_that_is_no_checkpoint_is_told_what_to_pass(tmp_path: Path) -> No
         (root / "model.pt", ("model.pt is not a file of torch.save",)),
         (root / "nowhere", ("There is no checkpoint at this path", "resume() starts without")),
         (root / "empty", ("an empty directory",)),
+        ("a\0b", ("without NUL characters",)),
     ):
         with refused(FsdpCompatError, *texts):
             checkpoint.load(path, model)
+    for call in (latest, partial(latest, model=model), checkpoint.files.inspect):
+        with refused(UsageError, "without NUL characters"):
+            call("a\0b")
 
 
 @on_ranks(2)

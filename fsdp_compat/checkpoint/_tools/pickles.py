@@ -217,8 +217,8 @@ class _Unpickler(pickle.Unpickler):
                 raise refused(
                     self._where,
                     f"{name}, which is not a dense tensor or a plain value",
-                    f"to leave such objects out, pass ignore_class=[{name!r}] "
-                    f"(--ignore-class {name}); nothing in the file was executed",
+                    f"to leave such objects out, set ignore_class=[{name!r}] (--ignore-class "
+                    f"{name}) in checkpoint.load(path, ...); nothing in the file was executed",
                     NotRead,
                 )
             is_dtype = isinstance(found, torch.dtype)
