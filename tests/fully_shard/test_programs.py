@@ -385,6 +385,21 @@ def test_one_rank_alone_may_step_another_optimizer_or_take_a_state_dict(
     square(model, x).backward()
 
 
+@on_ranks(2)
+def test_parameters_may_be_frozen_and_trained_in_turn() -> None:
+    pair = pair_of(Stack)
+    names = [name for name, _ in pair.plain.named_parameters()]
+    for frozen, sync in ((names[::2], True), (names[1::3], False), (names[2:4], True), ([], True)):
+        for model in (pair.plain, pair.model):
+            for name in names:
+                model.get_parameter(name).requires_grad_(name not in frozen)
+        with contextlib.nullcontext() if sync else no_sync(pair.model):
+            pair.backwards()
+        if sync:
+            pair.compare_gradients()
+            pair.update()
+
+
 # -- what torch's FSDP2 cannot do
 
 
