@@ -26,7 +26,8 @@ def install(*, fix_clients: bool = True) -> None:
 
     Args:
         fix_clients: fix known bugs of PEFT and Accelerate that make results wrong with any FSDP1,
-            as importing fsdp_compat does. False reverts that; a later call may enable it.
+            as the first use of a name of fsdp_compat does. False reverts that; a later call may
+            enable it.
 
     Raises:
         StateError: with nothing changed: a class was already derived from torch's

@@ -40,12 +40,12 @@ _EMPTY = (
 
 _POLICIES = ("CPUOffloadPolicy", "DataParallelMeshDims", "MixedPrecisionPolicy", "OffloadPolicy")
 
-# Repositories: the version that was read, or the date of the last commit.
+# Repositories: the version that was read, or the commit, or its date.
 READERS = {
     "accelerate": "1.15",
     "audiocraft": "1.3",
+    "Bagel": "commit 2971307",
     "composer": "0.33",
-    "cosmos-framework": "2026",
     "dinov2": "2025-08",
     "dinov3": "2026-07",
     "finetuning-scheduler": "2.14",
@@ -97,7 +97,7 @@ PRIVATE: dict[str, dict[str, tuple[Any, str]]] = {
         "_root_pre_forward": (private.root_pre_forward, "litgpt"),
     },
     "_traversal_utils": {
-        "_get_fsdp_handles": (handles_in, "cosmos-framework"),
+        "_get_fsdp_handles": (handles_in, "Bagel"),
         "_get_fsdp_states_with_modules": (private.states_with_modules, "TransformerEngine"),
     },
     "_unshard_param_utils": {
@@ -120,7 +120,7 @@ ATTRIBUTES: dict[type, dict[str, str]] = {
         "_get_padded_unsharded_flat_param": "audiocraft",
         "_offload_params": "verl",
         "_orig_param_dtype": "accelerate",
-        "flat_param": "verl, Wan2.1",
+        "flat_param": "Bagel, verl, Wan2.1",
         "flat_param_to": "verl",
         "reshard": "verl",
     },

@@ -1,6 +1,6 @@
 """Everything that fsdp_compat changes for the whole process.
 
-When fsdp_compat is imported:
+When the first name of fsdp_compat is used, which loads the package:
     torch.load(weights_only=True) accepts the classes in sharded state dicts and in the state of
         ranks (torch.serialization.add_safe_globals; stays after ``uninstall()``)
     fork handlers of _comm/divergence/progress, _comm/divergence/deadlock, _comm/gloo_connections
