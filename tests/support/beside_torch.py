@@ -17,9 +17,8 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 
 import fsdp_compat
-from fsdp_compat._state.units import clean_name
 from tests.support.models import Block, Stack
-from tests.support.parity import Batch, seeded, sgd, square, vectors
+from tests.support.parity import Batch, plain_name, seeded, sgd, square, vectors
 
 Values = dict[str, Tensor]
 
@@ -100,7 +99,7 @@ def recorded(
 def _parameters(cls: Any, model: Any) -> Values:
     with cls.summon_full_params(model, writeback=False):
         return {
-            f"parameter {clean_name(n)}": p.detach().clone() for n, p in model.named_parameters()
+            f"parameter {plain_name(n)}": p.detach().clone() for n, p in model.named_parameters()
         }
 
 

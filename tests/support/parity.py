@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
+import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -31,7 +32,7 @@ from fsdp_compat import ShardingStrategy
 from fsdp_compat._engine.group import Group
 from fsdp_compat._engine.runtime import Runtime
 from fsdp_compat._engine.unit import Residency
-from fsdp_compat._state.units import clean_name, model_unit_of
+from fsdp_compat._state.units import model_unit_of
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.memory import group_nbytes
 from tests.support.models import DIM, NUM_TOKENS, Block
@@ -257,12 +258,12 @@ def groups_of(model: nn.Module) -> Iterator[tuple[Group, list[str]]]:
         found = model_unit_of(child)
         for group in found.unit.groups if found is not None else ():
             names = [f"{path}.{member.name}".lstrip(".") for member in group.store.orig_params]
-            yield group, [_clean(clean_name(name)) for name in names]
+            yield group, [plain_name(name) for name in names]
 
 
-def _clean(name: str) -> str:
-    """Return a name without the parts that torch.compile adds."""
-    return name.replace("_orig_mod.", "")
+def plain_name(name: str) -> str:
+    """Return a name without what wrappers, checkpoints and torch.compile add."""
+    return re.sub("(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)[.]", "", name)
 
 
 def reshard(model: nn.Module) -> None:
@@ -496,7 +497,7 @@ class Pair:
 
     def _compare_by_name(self, what: str, of: Callable[[Tensor], Tensor | None]) -> None:
         expected = {name: of(p) for name, p in self.plain.named_parameters()}
-        found = {_clean(clean_name(n)): of(p) for n, p in self.model.named_parameters()}
+        found = {plain_name(n): of(p) for n, p in self.model.named_parameters()}
         assert list(found) == list(expected), f"{list(found)}, expected {list(expected)}"
         for name, value in expected.items():
             self._compare(*own_part(value, found[name]), f"{what} of {name!r}")
@@ -517,18 +518,30 @@ class Pair:
     @torch.no_grad()
     def copy_parameters(self) -> None:
         """Copy the parameters of the sharded copy to the unsharded one. Collective."""
+        for p, value in self._by_name(lambda p: p.detach()):
+            p.copy_(whole(value))
         for group, plain in self.groups:
             for value, p in zip(group.store.whole(group.gather_full()), plain, strict=True):
                 p.copy_(value)
 
     def copy_gradients(self) -> None:
         """Replace the unsharded copy's gradients by those of the sharded copy. Collective."""
+        for p, value in self._by_name(lambda p: p.grad):
+            if p.grad is not None and value is not None:
+                p.grad.copy_(whole(value))
         for group, plain in self.groups:
             own = own_gradient(group)
             full = group.gather_full(torch.zeros_like(group.store.shard) if own is None else own)
             for value, p in zip(group.store.whole(full), plain, strict=True):
                 if p.grad is not None:
                     p.grad.copy_(value)
+
+    def _by_name(self, of: Callable[[Tensor], Tensor | None]) -> Iterator[tuple[nn.Parameter, Any]]:
+        """Yield parameters of the unsharded copy with values of the other; none of groups."""
+        if not self.groups:
+            reshard(self.model)
+            for p, sharded in zip(self.plain.parameters(), self.model.parameters(), strict=True):
+                yield p, of(sharded)
 
     # -- comparisons through the public interface
 
@@ -547,7 +560,8 @@ class Pair:
         expected = dict(self.plain.named_parameters(remove_duplicate=False))
         with FSDP.summon_full_params(self.model, writeback=False, with_grads=True):
             shown = {
-                _clean(name): p for name, p in self.model.named_parameters(remove_duplicate=False)
+                plain_name(name): p
+                for name, p in self.model.named_parameters(remove_duplicate=False)
             }
             assert shown.keys() == expected.keys()
             for name, p in expected.items():
@@ -563,8 +577,9 @@ class Pair:
     def assert_state_equal(self) -> None:
         """Collective."""
         expected = self.plain.state_dict()
-        state = {_clean(name): value for name, value in self.model.state_dict().items()}
-        assert list(state) == list(expected)
+        state = {plain_name(name): value for name, value in self.model.state_dict().items()}
+        assert sorted(state) == sorted(expected)  # checkpoint_wrapper changes the order
         for name, value in expected.items():
             assert state[name].dtype == value.dtype, name
-            assert_close(state[name], value, f"{name!r} in the state dict", self.tolerance)
+            found = whole(state[name])
+            assert_close(found, value, f"{name!r} in the state dict", self.tolerance)

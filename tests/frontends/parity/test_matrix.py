@@ -1,67 +1,48 @@
 """Any combination of settings trains like the unsharded model in the same dtypes: a sample, the
-same every time.
-
-A failure names its settings, ``Case(...)``, and the number of ranks; put it into CHOSEN to run it
-alone."""
+same every time."""
 
 from __future__ import annotations
 
-import random
-
 import pytest
+from hypothesis import example, given, settings
 
-from tests.support.matrix import FIELDS, Case, draw_cases, run_cases
+from tests.support.case import FLAT_FIELDS, Case, cases, trains_as_unsharded
 from tests.support.ranks import run_ranks
-from tests.support.sampling import at_most, sample
+from tests.support.sampling import at_most
 
-CASES_PER_CALL = 4
-NUM_CALLS = at_most(1, of_all=10)
-
-CHOSEN = [  # two with as many settings at once as possible, and cases that have failed
-    (
-        4,
-        Case(
-            "HYBRID_SHARD",
-            use_orig_params=True,
-            precision="bf16+fp32",
-            offload=True,
-            backwards="sns",
-            checkpoint="outside",
-            frozen="toggled",
-            wrapping="nested",
-            clip="2",
-            prefetch="POST forward",
-        ),
-    ),
-    (
-        3,
-        Case(
-            "SHARD_GRAD_OP",
-            comm_hook=True,
-            backwards="nns",
-            checkpoint="function reentrant",
-            frozen="some",
-            clip="inf",
-        ),
-    ),
-]
-
-
-def _draw(num_ranks: int, rng: random.Random) -> list[Case]:
-    if num_ranks == 4:
-        return draw_cases(rng, CASES_PER_CALL)
-    strategies = [name for name in FIELDS["strategy"] if "HYBRID" not in name]
-    return draw_cases(rng, CASES_PER_CALL, strategy=strategies, mesh=[Case.mesh])
+ONE_MESH = {"strategy": ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"], "mesh": [Case.mesh]}
+sampled = settings(derandomize=True, max_examples=at_most(12, of_all=100))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", sample([1, 2, 3, 4], 1, 3))
-def test_any_settings_train_as_the_unsharded_model(num_ranks: int) -> None:
-    rng = random.Random(num_ranks)
-    for _ in range(NUM_CALLS):
-        run_ranks(num_ranks, run_cases, _draw(num_ranks, rng))
+@sampled
+@given(cases(FLAT_FIELDS))
+@example(  # as many settings at once as possible
+    Case(
+        "original",
+        "HYBRID_SHARD",
+        precision="bf16+fp32",
+        offload=True,
+        backwards="sns",
+        checkpoint="outside",
+        frozen="toggled",
+        wrapping="nested",
+        clip="2",
+        prefetch="POST forward",
+    )
+)
+def test_four_ranks_train_as_the_unsharded_model(case: Case) -> None:
+    run_ranks(4, trains_as_unsharded, case)
 
 
-@pytest.mark.parametrize(("num_ranks", "case"), CHOSEN)
-def test_chosen_settings_train_as_the_unsharded_model(num_ranks: int, case: Case) -> None:
-    run_ranks(num_ranks, run_cases, [case])
+@pytest.mark.slow
+@sampled
+@given(cases(FLAT_FIELDS | ONE_MESH))
+def test_two_ranks_train_as_the_unsharded_model(case: Case) -> None:
+    run_ranks(2, trains_as_unsharded, case)
+
+
+def test_three_ranks_train_as_the_unsharded_model() -> None:
+    odd: dict[str, str] = {"checkpoint": "function reentrant", "frozen": "some", "clip": "inf"}
+    case = Case("flat", "SHARD_GRAD_OP", comm_hook=True, backwards="nns", **odd)  # type: ignore[arg-type]
+    run_ranks(3, trains_as_unsharded, case)

@@ -4,16 +4,16 @@ the same data."""
 from __future__ import annotations
 
 import dataclasses
-import random
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
 from torch import nn
 
 from tests.support.beside_torch import assert_as_torch, trained
-from tests.support.matrix import Case, draw_cases, values_of_training
+from tests.support.case import FLAT_FIELDS, Case, cases, values_of_training
 from tests.support.models import (
     Inner,
     Lora,
@@ -25,7 +25,7 @@ from tests.support.models import (
 )
 from tests.support.pairwise import each_value
 from tests.support.parity import both_forms, sequences, tokens, wide_vectors
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.sampling import at_most
 
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
@@ -66,7 +66,17 @@ def test_frozen_weights_beside_trainable_ones_are_bit_equal_to_torch() -> None:
     assert_as_torch(partial(trained, with_state=True, use_orig_params=True, **options))
 
 
-# -- a sample of combinations
+# What torch supports on the CPU, with FlatParameters that are trainable or frozen as a whole.
+BESIDE_TORCH = FLAT_FIELDS | {
+    "strategy": STRATEGIES,
+    "mesh": [Case.mesh],
+    "precision": ["fp32"],
+    "offload": [False],
+    "frozen": ["", "unit"],
+    "clip": [""],
+    "comm_hook": [False],
+    "evaluates": [False],
+}
 
 
 def _comparable(case: Case) -> Case:
@@ -80,32 +90,17 @@ def _comparable(case: Case) -> Case:
         case = dataclasses.replace(case, backwards="nns")
     if case.reentrant and case.wrapping == "root":
         case = dataclasses.replace(case, checkpoint=case.checkpoint.split()[0])
-    return (
-        dataclasses.replace(case, frozen="")
-        if case.wrapping == "root" and not case.use_orig_params
-        else case
-    )
+    if case.wrapping == "root" and case.front_end == "flat":
+        case = dataclasses.replace(case, frozen="")
+    return case
 
 
-def _draw(rng: random.Random) -> list[Case]:
-    """Draw cases that torch supports: on the CPU, without offload, and with FlatParameters that are
-    trainable or frozen as a whole."""
-    cases = draw_cases(
-        rng,
-        at_most(9, of_all=14),
-        strategy=STRATEGIES,
-        precision=["fp32"],
-        offload=[False],
-        frozen=["", "unit"],
-        clip=[""],
-        comm_hook=[False],
-        evaluates=[False],
-    )
-    return [_comparable(case) for case in cases]
+def _compare(case: Case) -> None:
+    assert_as_torch(partial(values_of_training, case), case)
 
 
 @pytest.mark.slow
-@on_ranks(2)
-def test_any_settings_train_bit_equal_to_torch() -> None:
-    for case in _draw(random.Random(0)):
-        assert_as_torch(partial(values_of_training, case), case)
+@settings(derandomize=True, max_examples=at_most(20, of_all=100))
+@given(cases(BESIDE_TORCH).map(_comparable))
+def test_any_settings_train_bit_equal_to_torch(case: Case) -> None:
+    run_ranks(2, _compare, case)
