@@ -234,11 +234,13 @@ class BackwardRunner:
     @_torch_private.outside_transforms
     def on_gradient(self, group: Group, index: int, param: nn.Parameter) -> None:
         """Begin a backward that passes no output of a unit. Move the accumulated gradient to the
-        buffer, unless post-backward moves all of them on the side stream."""
+        buffer; with a side stream, free the previous unit's, which it has copied by now."""
         self._join()
         self._backward()
         if self._side is None:
             group.gradients.take_large(index, param)
+        else:
+            self._side.release()
 
     def _post_backward(self, unit: Unit, backward: Backward, at_end: bool = False) -> None:
         """Collective. Reshard and start the reduction. Later gradients start another, to add."""

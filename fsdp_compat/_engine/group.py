@@ -149,7 +149,10 @@ class Group:
         large = {param for param in params if streamed and is_large(param)}
         self.gradients = Gradients(store, self.memories, axes, large, precision, device, behavior)
         self.partial: PartialShard | None = None  # the front end sets it
-        self.requires_grad = RequiresGrad(store, self.memories, large)
+        # There, one such gradient lets go of the previous unit's gradients, which were copied.
+        on_side = side_stream(device, "reduce") is not None
+        first = [p for p in self.memory.unsharded_params if is_large(p)][-1:] if on_side else []
+        self.requires_grad = RequiresGrad(store, self.memories, large or first)
         self.set_name("a unit")
 
     @property
