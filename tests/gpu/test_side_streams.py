@@ -15,8 +15,10 @@ from tests.support.emulated import nccl
 from tests.support.fully_sharded import NotedAllGather
 from tests.support.order import (
     HOST,
+    Allocate,
     DeviceSync,
     EventSync,
+    Free,
     Happening,
     Op,
     Record,
@@ -257,3 +259,16 @@ def test_units_that_ranks_need_not_use_are_reduced_in_turn_without_a_wait(
     assert len(places) >= BLOCKS
     for order, block in enumerate(reversed(range(2, BLOCKS))):
         assert places[order] < step.backward_begins[block - 2]
+
+
+@pytest.mark.parametrize("front_end", ["flat", "fully_shard"])
+@on_ranks(1)
+def test_gradients_are_freed_while_the_next_unit_runs(emulated_device: str, front_end: str) -> None:
+    live = peak = 0
+    for each in Step(front_end, "FULL_SHARD").happenings:
+        if isinstance(each, Allocate | Free):
+            begin, end = each.range
+            live += end - begin if isinstance(each, Allocate) else begin - end
+            peak = max(peak, live)
+    unit = 4 * 2 * WIDTH * (WIDTH + 1)
+    assert peak < 4.5 * unit, peak / unit
