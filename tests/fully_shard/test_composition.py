@@ -24,7 +24,7 @@ from tests.support.models import (
     saves_products,
 )
 from tests.support.pairwise import pairwise
-from tests.support.parity import square
+from tests.support.parity import assert_same_values, square, whole_gradients
 from tests.support.ranks import on_ranks
 from tests.support.same_host import MAPPED, MESSAGES, mapped_or_sent
 from tests.support.transports import own_collectives
@@ -48,7 +48,11 @@ def test_replicate_leaves_sharded_parts_alone(environment: dict[str, str]) -> No
 
     pair = pair_of(make, shard)
     for _ in range(2):
-        pair.step()
+        pair.backwards()
+        assert_same_values(whole_gradients(pair.model), whole_gradients(pair.plain), "gradient")
+        for optimizer in (pair.optim, pair.plain_optim):
+            optimizer.step()
+            optimizer.zero_grad()
     with pytest.raises(RuntimeError, match="already managed by `fully_shard`"):
         replicate(pair.model[2])
     # The registry that replicate reads has torch's fully_shard, too: no other one is meant.
