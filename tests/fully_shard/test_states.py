@@ -184,37 +184,29 @@ def _load_and_save(kind: str, how: str, source: str, target: str) -> str:
     return target
 
 
+CHAIN = [("ours", 2), ("torch", 3), ("ours", 2), ("original", 1), ("hybrid", 4), ("flat", 1)]
+NATIVE_CHAIN = [
+    *(("ours", 3), ("flat", 2), ("original", 2), ("ours", 1), ("hybrid", 4), ("columns", 4)),
+    *(("original", 3), ("ours", 2), ("columns", 2), ("columns", 3)),
+]
+
+
 @pytest.mark.parametrize(
-    ("how", "kinds_and_ranks"),
+    ("how", "chain"),
     [
-        (
-            "",
-            [
-                *(("ours", 2), ("torch", 3), ("ours", 2), ("original", 1), ("hybrid", 4)),
-                *(("flat", 1), ("ours", 2)),
-            ],
-        ),
+        ("", [*CHAIN, ("ours", 2)]),
         ("in the background", [("ours", 2), ("torch", 2)]),
-        pytest.param(
-            "natively",
-            [
-                *(("ours", 3), ("flat", 2), ("original", 2), ("ours", 1), ("hybrid", 4)),
-                *(("columns", 4), ("original", 3), ("ours", 2), ("columns", 2), ("columns", 3)),
-            ],
-            marks=only_ours,
-        ),
+        pytest.param("natively", NATIVE_CHAIN, marks=only_ours),
     ],
-    ids=str,
 )
 def test_a_checkpoint_loads_into_every_front_end_and_is_saved_by_it(
-    how: str, kinds_and_ranks: list[tuple[str, int]], tmp_path: Path
+    how: str, chain: list[tuple[str, int]], tmp_path: Path
 ) -> None:
     source = ""
-    for number, (kind, ranks) in enumerate(kinds_and_ranks):
-        with about(f"{kind}, {ranks} ranks"):
-            (source, *_) = run_ranks(
-                ranks, _load_and_save, kind, how, source, str(tmp_path / str(number))
-            )
+    for number, (kind, ranks) in enumerate(chain):
+        with about(f"{kind} on {ranks} ranks"):
+            arguments = kind, how, source, str(tmp_path / str(number))
+            source = run_ranks(ranks, _load_and_save, *arguments)[0]
 
 
 # -- FullyShardedDataParallel's functions
