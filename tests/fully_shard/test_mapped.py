@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.fully_sharded import NotedAllGather, api, shard_all
 from tests.support.models import Block
-from tests.support.parity import local, no_sync, whole
+from tests.support.parity import local, no_sync
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.same_host import COPIED, MAPPED, MESSAGES
 from tests.support.transports import (
@@ -62,8 +62,8 @@ TWO_DTYPES = BF16 | {"param_dtype_override_fn": keeps_norms_in_fp32}
 def train(
     shape: tuple[int, ...], options: dict[str, Any], by_hand: bool, is_native: bool
 ) -> list[Tensor]:
-    """Losses, gradients and parameters of an evaluation and of steps: of one backward, of two, and
-    with a frozen matrix. by_hand: units are also unsharded by calls."""
+    """What this rank has of gradients and parameters, and outputs, of steps after an evaluation: of
+    one backward, of two, and with a frozen matrix. by_hand: units are also unsharded by calls."""
     names = ("replicate", "shard")[-len(shape) :]
     given = options | {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=names)}
     if "mp_policy" in given:
@@ -87,10 +87,10 @@ def train(
             model[0].up.weight.requires_grad_(step != 3)
             model(batch(step)).pow(2).mean().backward()
             model.reshard()
-            found += [whole(p.grad) for p in model.parameters() if p.grad is not None]
+            found += [local(p.grad).clone() for p in model.parameters() if p.grad is not None]
             optimizer.step()
             optimizer.zero_grad()
-    found += [whole(parameter).clone() for parameter in model.parameters()]
+    found += [local(parameter).clone() for parameter in model.parameters()]
     is_mapped = os.environ["FSDP_COMPAT_SAME_HOST"] == "mapped" and not is_native
     num_groups = 7 if "param_dtype_override_fn" in options.get("mp_policy", {}) else 4
     assert copies_out_of_mapped_shards(model) == [is_mapped] * num_groups
