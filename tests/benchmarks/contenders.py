@@ -70,9 +70,9 @@ class Wrapping:
 def wrap(name: str, model: nn.Module, how: Wrapping) -> nn.Module:
     """Return the model as a contender has it. Collective: all ranks."""
     if name == PLAIN:
-        return model
+        return model.to(how.device)
     if name == DDP:
-        return DistributedDataParallel(model)
+        return DistributedDataParallel(model.to(how.device))
     library = torch_fsdp if name.startswith("FSDP") else fsdp_compat
     if name in (FSDP2, FULLY_SHARD):
         return _fully_sharded(library, model, how)

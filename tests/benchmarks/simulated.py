@@ -1,7 +1,7 @@
 """Step time and memory on simulated H100s: ours beside FSDP1 and FSDP2. No GPU is needed.
 
     PYTHONPATH=. python tests/benchmarks/simulated.py
-    PYTHONPATH=. python tests/benchmarks/simulated.py --ranks 64 --strategies FULL_SHARD --fp32
+    PYTHONPATH=. python tests/benchmarks/simulated.py --ranks 64 --strategies FULL_SHARD
     PYTHONPATH=. python tests/benchmarks/simulated.py --all-cases --check
 
 The host code of each contender is the real one: it trains on the emulated device of
@@ -27,14 +27,13 @@ Each row is made in a process of its own. The columns:
                       accesses of the same bytes
 
 Kernels share the bandwidth of the memory, and the multiprocessors: a copy takes a quarter of those
-that a matrix product takes (--contention has other assumptions). Not simulated: the host's own
-time beyond --host-us and --event-us for each call, computation of the host (the optimizer's step
-with --offload), and fragmentation."""
+that a matrix product takes. Not simulated: the host's own time beyond 5 us for an operation and
+2 us for an event, computation of the host (the optimizer's step with --offload), and
+fragmentation."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import gc
@@ -68,9 +67,8 @@ from simulated_models import (
 from torch import nn
 
 from tests.support import emulated
-from tests.support.cost_model import H100
+from tests.support.cost_model import H100, Machine, Work
 from tests.support.emulated import nccl
-from tests.support.emulated.contention import CONTENTION, SharedMachine, Work
 from tests.support.emulated.play import Played, play
 from tests.support.order import (
     DeviceSync,
@@ -84,11 +82,16 @@ from tests.support.order import (
 CONTENDERS = (OURS, OURS + ORIGINAL, FULLY_SHARD, FSDP1, FSDP2)
 EVERY_STRATEGY = (*STRATEGIES, HYBRID_SHARD)
 WARM_UP_STEPS, STEPS = 2, 3
+HOST_S, EVENT_S = 5e-6, 2e-6  # of the host, for an operation, and for a record or a wait
 TIME_LIMIT = 1.002
 ROW_LIMIT_S = 900.0  # also if the process of a row has died
 MATRIX_PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm"}
 ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 SYNCS = (EventSync, StreamSync, DeviceSync)
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": functools.partial(torch.optim.SGD, lr=1e-3, foreach=True),
+    "adamw": functools.partial(torch.optim.AdamW, fused=True),
+}
 COLUMNS = {
     **{"step": "8.2f", "to FSDP1": "9.3f", "to FSDP2": "9.3f", "kernels": "8.2f"},
     **{"exposed": "8.2f", "reserved": "9.1f", "active": "7.1f", "syncs": "6g"},
@@ -106,7 +109,6 @@ class Case:
     offloads: bool
     recompute: str
     microbatches: int
-    reduces_each: bool
     optimizer: str
 
     @property
@@ -117,8 +119,7 @@ class Case:
         if self.recompute != "none":
             parts.append(f"recomputation: {self.recompute}")
         if self.microbatches > 1:
-            reduced = "each reduced" if self.reduces_each else "reduced once"
-            parts.append(f"{self.microbatches} microbatches, {reduced}")
+            parts.append(f"{self.microbatches} microbatches, each reduced")
         if self.offloads:
             parts.append("offloaded to the host")
         unit = model.block_numel * model.bytes_scale / 1e9
@@ -177,34 +178,18 @@ def record(name: str, case: Case) -> tuple[Sequence[Happening], Sequence[int]]:
 
 def training_step(wrapped: nn.Module, model: Model, case: Case) -> Callable[[], None]:
     parameters = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
-    optimizer: torch.optim.Optimizer
-    if case.optimizer == "adamw":
-        optimizer = torch.optim.AdamW(parameters, fused=True)
-    else:
-        optimizer = torch.optim.SGD(parameters, lr=1e-3, foreach=True)
+    optimizer = OPTIMIZERS[case.optimizer](parameters)
     inputs = model.inputs().to(emulated.NAME)
     through = recompute_block if case.recompute == "blocks" else call_block
 
     def step() -> None:
-        for number in range(case.microbatches):
-            with reducing(wrapped, case.reduces_each or number == case.microbatches - 1):
-                wrapped(inputs, through).backward()
+        for _ in range(case.microbatches):
+            wrapped(inputs, through).backward()
         optimizer.step()
         optimizer.zero_grad()
         torch.accelerator.current_stream().synchronize()  # a loop that reads its loss
 
     return step
-
-
-@contextlib.contextmanager
-def reducing(wrapped: nn.Module, reduces: bool) -> Iterator[None]:
-    if reduces or not hasattr(wrapped, "no_sync"):
-        if hasattr(wrapped, "set_requires_gradient_sync"):
-            wrapped.set_requires_gradient_sync(reduces)
-        yield
-    else:
-        with wrapped.no_sync():
-            yield
 
 
 # -- costs
@@ -214,7 +199,7 @@ def reducing(wrapped: nn.Module, reduces: bool) -> Iterator[None]:
 class Costs:
     """What the operations of a model would take at the size that it stands for."""
 
-    machine: SharedMachine
+    machine: Machine
     model: Model
     itemsize: int  # of what is computed with
 
@@ -222,12 +207,9 @@ class Costs:
         machine, scale = self.machine, self.model.bytes_scale
         reads, writes = ([end - begin for begin, end in ranges] for ranges in (op.reads, op.writes))
         if isinstance(op, nccl.Collective):
-            of_kind = {
-                nccl.ALL_GATHER: machine.all_gather,
-                nccl.REDUCE_SCATTER: machine.reduce_scatter,
-                nccl.ALL_REDUCE: machine.all_reduce,
-            }
-            return of_kind[op.name](scale * op.nbytes, op.ranks)
+            is_sum = op.name == nccl.ALL_REDUCE
+            cost = machine.all_reduce if is_sum else machine.all_gather
+            return cost(scale * op.nbytes, op.ranks)
         if isinstance(op, nccl.HostCopy):
             return machine.copy(scale * max(*reads, *writes, 0), to_host=op.to_host)
         flops = self.model.flops_scale * self._flops(op.name, reads, writes)
@@ -251,19 +233,12 @@ class Costs:
 # -- playing
 
 
-def simulate(name: str, case: Case, options: argparse.Namespace) -> Row:
+def simulate(name: str, case: Case, tflops: float) -> Row:
     program, ends = record(name, case)
     model = MODELS[case.model_name]()
-    alone = dataclasses.replace(H100, flops=options.tflops * 1e12)
-    machine = SharedMachine(alone, contention=CONTENTION[options.contention])
+    machine = dataclasses.replace(H100, flops=tflops * 1e12)
     costs = Costs(machine, model, 2 if case.is_mixed else 4)
-    played = play(
-        program,
-        costs,
-        enqueue_s=options.host_us * 1e-6,
-        event_s=options.event_us * 1e-6,
-        marks=ends,
-    )
+    played = play(program, costs, enqueue_s=HOST_S, event_s=EVENT_S, marks=ends)
     first, last = played.marks[0], played.marks[-1]
     measured = program[ends[0] : ends[-1]]
     kernels = [
@@ -302,24 +277,21 @@ def idle(played: Played, begin: float, end: float) -> float:
 # -- processes
 
 
-def rows_of(jobs: Sequence[tuple[str, Case]], options: argparse.Namespace) -> Iterator[Row | str]:
+def rows_of(jobs: Sequence[tuple[str, Case]], tflops: float) -> Iterator[Row | str]:
     """Simulate each in a process of its own, in order; yield a reason where that failed. A process
     is forked before anything has trained, as autograd's threads do not survive a fork."""
     context = multiprocessing.get_context("fork")
-    with context.Pool(options.jobs, maxtasksperchild=1) as pool:
-        rows = pool.imap(functools.partial(row_of, options), jobs)
+    with context.Pool(2, maxtasksperchild=1) as pool:
+        rows = pool.imap(functools.partial(row_of, tflops), jobs)
         for _ in jobs:
             yield rows.next(timeout=ROW_LIMIT_S)
 
 
-def row_of(options: argparse.Namespace, job: tuple[str, Case]) -> Row | str:
+def row_of(tflops: float, job: tuple[str, Case]) -> Row | str:
     try:
-        return simulate(*job, options)
+        return simulate(*job, tflops)
     except Exception as error:
-        if options.traceback:
-            raise
-        first = str(error).strip().partition("\n")[0]
-        return f"{type(error).__name__}: {first}"
+        return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 # -- printing
@@ -371,52 +343,33 @@ def verdict_of(name: str, row: Row, rows: dict[str, Row | str]) -> str:
 
 
 def main() -> int:
-    options = parse_arguments()
+    arguments = parse_arguments()
     warnings.simplefilter("ignore")
     nccl.use()
     missed = False
-    for case in cases(options):
-        names = [name for name in options.contenders if has_contender(name, case.strategy)]
-        found = rows_of([(name, case) for name in names], options)
+    for case in cases(arguments):
+        names = [name for name in CONTENDERS if has_contender(name, case.strategy)]
+        found = rows_of([(name, case) for name in names], arguments.tflops)
         missed = print_table(case, dict(zip(names, found, strict=True))) or missed
-    return int(missed and options.check)
+    return int(missed and arguments.check)
 
 
-def cases(options: argparse.Namespace) -> Iterator[Case]:
-    all_of = options.all_cases
+def cases(arguments: argparse.Namespace) -> Iterator[Case]:
+    more = arguments.all_cases
     for is_mixed, recompute, microbatches, ranks, strategy in itertools.product(
-        (True, False) if all_of else (not options.fp32,),
-        ("none", "blocks") if all_of else (options.recompute,),
-        (1, 2) if all_of else (options.accumulate,),
-        options.ranks,
-        options.strategies,
+        (True, False) if more else (True,),
+        ("none", "blocks") if more else (arguments.recompute,),
+        (1, 2) if more else (1,),
+        arguments.ranks,
+        arguments.strategies,
     ):
-        if strategy == HYBRID_SHARD and ranks <= H100.ranks_per_node:
-            continue  # there is one node
-        yield Case(
-            options.model,
-            strategy,
-            ranks,
-            is_mixed,
-            options.offload,
-            recompute,
-            microbatches,
-            not options.no_sync,
-            options.optimizer,
-        )
+        if strategy != HYBRID_SHARD or ranks > H100.ranks_per_node:  # there is more than one node
+            how = is_mixed, arguments.offload, recompute, microbatches, arguments.optimizer
+            yield Case(arguments.model, strategy, ranks, *how)
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = options(__doc__, check="a limit is not met")
-
-    def names(allowed: Sequence[str]) -> Callable[[str], list[str]]:
-        def parse(text: str) -> list[str]:
-            found = [name.strip() for name in text.split(";" if ";" in text else ",")]
-            if unknown := set(found) - set(allowed):
-                raise argparse.ArgumentTypeError(f"{unknown} not in {', '.join(allowed)}")
-            return found
-
-        return parse
 
     def numbers(text: str) -> list[int]:
         return [int(number) for number in text.split(",")]
@@ -424,25 +377,13 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--model", choices=MODELS, default="blocks")
     add("--ranks", type=numbers, default=[8, 64])
-    add("--strategies", type=names(EVERY_STRATEGY), default=list(EVERY_STRATEGY))
-    add("--contenders", type=names(CONTENDERS), default=list(CONTENDERS))
-    add("--fp32", action="store_true", help="default: bf16, summed in fp32")
+    add("--strategies", nargs="+", choices=EVERY_STRATEGY, default=list(EVERY_STRATEGY))
     add("--recompute", choices=RECOMPUTES, default="none")
-    add("--accumulate", type=int, default=1, help="microbatches of a step")
-    add("--no-sync", action="store_true", help="reduce only the last microbatch")
     add("--offload", action="store_true", help="parameters live on the host")
-    add("--optimizer", choices=("sgd", "adamw"), default="sgd")
-    add("--contention", choices=CONTENTION, default="sm")
+    add("--optimizer", choices=OPTIMIZERS, default="sgd")
     add("--tflops", type=float, default=H100.flops / 1e12, help="that are reached")
-    add("--host-us", type=float, default=5.0, help="host time of an operation")
-    add("--event-us", type=float, default=2.0, help="of a record or a wait")
-    add(
-        "--all-cases",
-        action="store_true",
-        help="bf16 and fp32, blocks recomputed or not, one and two microbatches",
-    )
-    add("--jobs", type=int, default=2, help="rows that are simulated at once")
-    add("--traceback", action="store_true", help="of rows that fail")
+    every = "bf16 and fp32, blocks recomputed or not, one and two microbatches"
+    add("--all-cases", action="store_true", help=every)
     return parser.parse_args()
 
 

@@ -26,45 +26,45 @@ EXPERTS = 4
 # -- models
 
 
-class Block(nn.Module):
-    """The matrix products of a transformer's layer, one after the other."""
+class Mixed(nn.Module):
+    """The first half of a block."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(dim)
         self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
-        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm(x)
-        x = x + self.o(torch.relu(self.q(y) + self.k(y) + self.v(y)))
-        return x + self.down(torch.relu(self.up(x)))
+        return x + self.o(torch.relu(self.q(y) + self.k(y) + self.v(y)))
 
 
-class Expert(nn.Module):
+class Block(Mixed):
+    """The matrix products of a transformer's layer, one after the other."""
+
     def __init__(self, dim: int) -> None:
-        super().__init__()
+        super().__init__(dim)
         self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.relu(self.up(x)))
+        x = super().forward(x)
+        return x + self.down(torch.relu(self.up(x)))
 
 
-class Experts(nn.Module):
+class Experts(Mixed):
     """A block with experts, each for a part of the tokens. The last one gets none on this rank, so
     its parameters are not used."""
 
     def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(dim)
-        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
-        self.experts = nn.ModuleList(Expert(dim) for _ in range(EXPERTS))
+        super().__init__(dim)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(dim, 4 * dim), nn.ReLU(), nn.Linear(4 * dim, dim))
+            for _ in range(EXPERTS)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.norm(x)
-        x = x + self.o(torch.relu(self.q(y) + self.k(y) + self.v(y)))
-        used = EXPERTS - 1
-        parts = zip(self.experts, x.tensor_split(used), strict=False)
+        x = super().forward(x)
+        parts = zip(self.experts, x.tensor_split(EXPERTS - 1), strict=False)
         return x + torch.cat([expert(part) for expert, part in parts])
 
 
@@ -202,7 +202,6 @@ class Model:
     bytes_scale: float
     flops_scale: float
     block_numel: int  # parameters of a block here
-    tokens: int  # that a step stands for, of one rank
     length: int = 0  # that a sequence with attention stands for
 
 
@@ -226,7 +225,6 @@ def stack(
         bytes_scale=scale,
         flops_scale=scale * LAYER_TOKENS / tokens,
         block_numel=numel,
-        tokens=LAYER_TOKENS,
     )
 
 
@@ -243,7 +241,6 @@ def transformer(
         bytes_scale=kind.SHRUNK**2,
         flops_scale=kind.SHRUNK**3,
         block_numel=numel,
-        tokens=batch * length,
         length=length,
     )
 

@@ -1,7 +1,9 @@
-"""Time of a training step on real processes: ours beside FSDP1, FSDP2 and DDP, over gloo on CPU.
+"""Time of a training step on real processes: ours beside FSDP1, FSDP2 and DDP, over gloo on CPU,
+or over NCCL, with a GPU for each process.
 
     torchrun --nproc-per-node 2 tests/benchmarks/step.py    (fsdp_compat installed, or PYTHONPATH=.)
     ... step.py --communication-bound --strategy SHARD_GRAD_OP
+    ... step.py --nccl --dim 2048 --heads 16 --blocks 19 --sequence 4096
 
 The model is a transformer, by default of 23 million parameters in 6 blocks; each block is a unit,
 embedding and head belong to the root. A step is forward, backward and gradients set to None, with
@@ -25,12 +27,14 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from contenders import (
+    CPU,
     DDP,
     FSDP1,
     FSDP2,
@@ -42,7 +46,17 @@ from contenders import (
     Wrapping,
     build,
 )
-from measuring import Limits, Table, Timings, gloo_ranks, measure_ranks, options, say, verdict_on
+from measuring import (
+    Limits,
+    Table,
+    Timings,
+    gloo_ranks,
+    group,
+    measure_ranks,
+    options,
+    say,
+    verdict_on,
+)
 from torch import nn
 
 LIMITS: dict[str, Limits] = {
@@ -53,7 +67,8 @@ LIMITS: dict[str, Limits] = {
 COMMUNICATION_BOUND_LIMITS: dict[str, Limits] = {"FULL_SHARD": {DDP: 0.5}}  # besides
 FULLY_SHARD_LIMITS: Limits = {FSDP2: 0.5}
 CHECKED_STEPS = 3
-OPTIMIZERS = {
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer] | None] = {
+    "none": None,
     "sgd": functools.partial(torch.optim.SGD, lr=1e-3),
     "adamw": functools.partial(torch.optim.AdamW, lr=1e-5),
 }
@@ -100,53 +115,50 @@ class Transformer(nn.Module):
 
 def main() -> None:
     arguments = parse_arguments()
-    with gloo_ranks():
-        run(arguments)
+    if arguments.nccl:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    with group("nccl") if arguments.nccl else gloo_ranks():
+        run(arguments, torch.device("cuda", torch.cuda.current_device()) if arguments.nccl else CPU)
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = options(__doc__, rounds=15, has_clock=True)
-    parser.add_argument("--strategy", choices=STRATEGIES, default="FULL_SHARD")
-    parser.add_argument("--blocks", type=int, default=6)
-    parser.add_argument("--dim", type=int, default=512)
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--vocabulary", type=int, default=4096)
-    parser.add_argument("--batch", type=int, default=2, help="sequences per rank")
-    parser.add_argument("--sequence", type=int, default=128, help="tokens of a sequence")
-    parser.add_argument(
-        "--communication-bound",
-        action="store_true",
-        help="as --batch 1 --sequence 16: little to compute",
-    )
-    parser.add_argument(
-        "--optimizer", choices=["none", *OPTIMIZERS], default="none", help="part of the timed step"
-    )
+    add = parser.add_argument
+    add("--strategy", choices=STRATEGIES, default="FULL_SHARD")
+    add("--blocks", type=int, default=6)
+    add("--dim", type=int, default=512)
+    add("--heads", type=int, default=8)
+    add("--vocabulary", type=int, default=4096)
+    add("--batch", type=int, default=2, help="sequences per rank")
+    add("--sequence", type=int, default=128, help="tokens of a sequence")
+    little = "as --batch 1 --sequence 16: little to compute"
+    add("--communication-bound", action="store_true", help=little)
+    add("--optimizer", choices=OPTIMIZERS, default="none", help="part of the timed step")
+    add("--nccl", action="store_true", help="on GPUs")
     arguments = parser.parse_args()
     if arguments.communication_bound:
         vars(arguments).update(COMMUNICATION_BOUND)
     return arguments
 
 
-def run(arguments: argparse.Namespace) -> None:
+def run(arguments: argparse.Namespace, device: torch.device) -> None:
     torch.manual_seed(0)  # the same parameters on all ranks
     base = Transformer(
         arguments.vocabulary, arguments.sequence, arguments.dim, arguments.heads, arguments.blocks
     )
     torch.manual_seed(1 + dist.get_rank())
-    data = torch.randint(arguments.vocabulary, (arguments.batch, arguments.sequence + 1))
-    contenders = build(base, Wrapping((Block,), arguments.strategy))
+    data = torch.randint(arguments.vocabulary, (arguments.batch, arguments.sequence + 1)).to(device)
+    contenders = build(base, Wrapping((Block,), arguments.strategy, device))
     say(
         f"{sum(p.numel() for p in base.parameters()) / 1e6:.1f}M parameters in {arguments.blocks} "
-        "blocks, "
-        f"{arguments.batch} x {arguments.sequence} tokens per rank, {dist.get_world_size()} ranks, "
-        f"{arguments.strategy}, "
-        f"optimizer {arguments.optimizer}, {arguments.rounds} rounds, "
-        f"{'CPU time' if arguments.cpu_time else 'wall clock'}"
+        f"blocks, {arguments.batch} x {arguments.sequence} tokens per rank, "
+        f"{dist.get_world_size()} ranks, {arguments.strategy}, optimizer {arguments.optimizer}, "
+        f"{arguments.rounds} rounds, {'CPU time' if arguments.cpu_time else 'wall clock'}"
     )
     check_losses(contenders, data)
     steps: dict[str, Callable[[], None]] = {}
     for contender in contenders:
-        make = OPTIMIZERS.get(arguments.optimizer)
+        make = OPTIMIZERS[arguments.optimizer]
         optimizer = None if make is None else make(contender.parameters)
         steps[contender.name] = functools.partial(step, contender, data, optimizer)
     limits = LIMITS[arguments.strategy]
@@ -164,6 +176,8 @@ def step(contender: Contender, data: torch.Tensor, optimizer: torch.optim.Optimi
     if optimizer is not None:
         optimizer.step()
     contender.zero_grad()
+    if data.is_cuda:
+        torch.cuda.synchronize()
 
 
 def check_losses(contenders: Sequence[Contender], data: torch.Tensor) -> None:

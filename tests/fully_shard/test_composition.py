@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import fsdp_compat
-from fsdp_compat import _torch_private
 from tests.support.fully_sharded import OURS, TORCH, Library, api, pair_of, shard_all
 from tests.support.models import (
     DIM,
@@ -25,9 +23,11 @@ from tests.support.models import (
     saves_everything,
     saves_products,
 )
+from tests.support.pairwise import pairwise
 from tests.support.parity import assert_same_values, square, whole_gradients
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.same_host import MAPPED, MESSAGES, mapped_or_sent
+from tests.support.transports import own_collectives
 
 
 def make() -> Any:
@@ -83,29 +83,21 @@ def counts_of(library: Library, shape: tuple[int, ...]) -> list[dict[str, int]]:
     return counts
 
 
-def counts_of_both(shape: tuple[int, ...], is_native: bool) -> tuple[list[Any], list[Any]]:
-    with mock.patch.object(_torch_private, "is_gloo", lambda group, device: not is_native):
-        return counts_of(OURS, shape), counts_of(TORCH, shape)
-
-
-@pytest.mark.parametrize("transport", ["mapped", "messages", "native"])
-@pytest.mark.parametrize("shape", [(2,), (2, 2)])
+@pytest.mark.parametrize(
+    ("environment", "is_native"), [(MAPPED, False), (MESSAGES, False), (MESSAGES, True)]
+)
+@pytest.mark.parametrize(("ranks", "shape"), [(2, (2,)), (4, (2, 2))])
+@on_ranks("ranks")
 def test_comm_debug_mode_counts_what_torchs_fsdp2_counts(
-    shape: tuple[int, ...], transport: str
+    ranks: int, shape: tuple[int, ...], environment: dict[str, str], is_native: bool
 ) -> None:
-    results = run_ranks(
-        2 * len(shape),
-        counts_of_both,
-        shape,
-        transport == "native",
-        environment=MAPPED if transport == "mapped" else MESSAGES,
-    )
-    for ours, torchs in results:
-        # The unit that backward uses first is kept, once a backward has shown which it is.
-        ours[3]["c10d._allgather_base_"] += 1
-        assert ours == torchs
-        assert ours[0] == {"c10d._allgather_base_": 3}  # the root has no parameters
-        assert ours[1]["c10d._reduce_scatter_base_"] == 3
+    with own_collectives(is_native):
+        ours, torchs = counts_of(OURS, shape), counts_of(TORCH, shape)
+    # The unit that backward uses first is kept, once a backward has shown which it is.
+    ours[3]["c10d._allgather_base_"] += 1
+    assert ours == torchs
+    assert ours[0] == {"c10d._allgather_base_": 3}  # the root has no parameters
+    assert ours[1]["c10d._reduce_scatter_base_"] == 3
 
 
 # -- selective activation checkpointing
@@ -132,6 +124,7 @@ def counts_products(expected: int, model: nn.Module, x: Tensor) -> Tensor:
     return loss.detach()
 
 
+@pairwise
 @mapped_or_sent
 @pytest.mark.parametrize(("ranks", "reshard_after_forward"), [(2, True), (2, False), (4, 2)])
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ has changed, and the next step trains."""
 from __future__ import annotations
 
 import copy
-import functools
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -36,16 +36,19 @@ def _problem_of(name: str, kind: type[Exception], call: Callable[[], object]) ->
     try:
         call()
     except Exception as error:
+        ours = api.name == "ours" and name != "shape"  # which torch says in its own words
+        facts = ("expected:", "got:", "where:", "to do:") if ours else ()
         if time.monotonic() - started > PROMPT_S:
             return f"{name}: late"
-        ours = api.name == "ours" and name != "shape"  # which torch says in its own words
         if not isinstance(error, kind) or (ours and not isinstance(error, FsdpCompatError)):
             return f"{name}: {type(error).__name__}, expected a {kind.__name__}: {error}"
-        for fact in ("expected:", "got:", "where:", "to do:") if ours else ():
-            if not re.search(rf"\n +{fact} +\S", str(error)):
-                return f"{name}: the message has no {fact!r}: {error}"
-        return ""
+        missing = [fact for fact in facts if not re.search(rf"\n +{fact} +\S", str(error))]
+        return f"{name}: the message has no {missing}: {error}" if missing else ""
     return f"{name}: nothing was raised"
+
+
+def _problems(cases: Iterable[Case]) -> list[str]:
+    return [problem for case in cases if (problem := _problem_of(*case))]
 
 
 def _snapshot(model: nn.Module) -> list[Any]:
@@ -115,22 +118,18 @@ def _more_bad_arguments() -> Iterator[Case]:
 @on_ranks("ranks")
 def test_wrong_arguments_are_refused_and_change_nothing(ranks: int) -> None:
     model = Stack()
-    before, problems = _snapshot(model), []
-    more = _more_bad_arguments() if api.name == "ours" else ()
-    for name, kind, call in (*_bad_arguments(), *more):
+    before, cases = _snapshot(model), [*_bad_arguments()]
+    cases += _more_bad_arguments() if api.name == "ours" else ()
+    problems = []
+    for name, kind, call in cases:
         given = model if api.name == "ours" else Stack()  # torch has changed some things by then
-        problem = _problem_of(name, kind, functools.partial(call, given))
-        problems += [problem] if problem else []
-    if _snapshot(model) != before:
-        problems.append("something has changed")
+        problems += _problems([(name, kind, partial(call, given))])
+    assert (problems, _snapshot(model)) == ([], before)
     shard_all(model)
-    for name, again in (("module", model), ("list", [model.blocks[0]])):
-        call = functools.partial(api.fully_shard, again)
-        problem = _problem_of(f"{name} sharded twice", Exception, call)
-        problems += [problem] if problem else []
+    again: list[Any] = [model, [model.blocks[0]]]
+    assert not _problems(("twice", Exception, partial(api.fully_shard, each)) for each in again)
     one_backward(model, torch.ones(2, DIM))
     assert all(p.grad is not None for p in model.parameters())
-    assert problems == []
 
 
 @on_ranks(2)
@@ -163,7 +162,7 @@ def _bad_calls(pair: Pair) -> Iterator[Case]:
         setter = getattr(block, f"set_modules_to_{name}_prefetch")
         yield f"{name} prefetch", ValueError, lambda s=setter: s([model.blocks[1], model.stem])
     for num, kind in ((0, ValueError), (-1, ValueError), (True, TypeError), (1.5, TypeError)):
-        set_num = functools.partial(model.set_reduce_scatter_max_input_buffers, num)
+        set_num = partial(model.set_reduce_scatter_max_input_buffers, num)
         yield f"{num} buffers", kind, set_num
     yield "method", ValueError, lambda: api.register_fsdp_forward_method(model, "generate")
     yield "shared", ValueError, lambda: api.share_comm_ctx([model, nn.Linear(2, 2)])
@@ -185,11 +184,11 @@ def _more_bad_calls(pair: Pair) -> Iterator[Case]:
         block.set_is_last_backward,
         block.set_force_sum_reduction_for_comms,
     ):
-        yield setter.__name__, FsdpCompatError, functools.partial(setter, "no")
+        yield setter.__name__, FsdpCompatError, partial(setter, "no")
     for factor in (0, -1.0, float("nan"), "2", True):
-        set_factor = functools.partial(model.set_gradient_divide_factor, factor)
+        set_factor = partial(model.set_gradient_divide_factor, factor)
         yield f"factor {factor}", FsdpCompatError, set_factor
-    allocate = functools.partial(model.set_allocate_memory_from_process_group_for_comm, "no")
+    allocate = partial(model.set_allocate_memory_from_process_group_for_comm, "no")
     yield "memory of the group", FsdpCompatError, allocate
     yield "hook", FsdpCompatError, lambda: model.set_all_reduce_hook("sum")
     yield "all-gather", FsdpCompatError, lambda: model.set_custom_all_gather(lambda: None)
@@ -202,23 +201,17 @@ def _more_bad_calls(pair: Pair) -> Iterator[Case]:
 
 @on_ranks(2)
 def test_wrong_calls_are_refused_and_the_next_step_trains() -> None:
-    problems = []
     pair = pair_of(Stack)
     for used in (False, True) if api.name == "ours" else (True,):
         if used:
             pair.step()
         before, values = _snapshot(pair.model), whole_parameters(pair.model)
         more = _more_bad_calls(pair) if api.name == "ours" else ()
-        for case in (*_bad_calls(pair), *more):
-            problem = _problem_of(*case)
-            problems += [f"{problem} (used: {used})"] if problem else []
-        if _snapshot(pair.model) != before:
-            problems.append(f"something has changed (used: {used})")
-        for name, value in whole_parameters(pair.model).items():
-            if not torch.equal(value, values[name]):
-                problems.append(f"{name} has other values (used: {used})")
+        assert _problems((*_bad_calls(pair), *more)) == [], f"used: {used}"
+        assert _snapshot(pair.model) == before
+        now = whole_parameters(pair.model)
+        assert all(torch.equal(now[name], value) for name, value in values.items())
         pair.step()
-    assert problems == []
 
 
 @on_ranks(4)
@@ -236,9 +229,8 @@ def test_settings_for_one_group_are_refused_where_there_are_two() -> None:
         (name, ValueError, lambda n=name: getattr(model, n)(lambda *_, **__: None))
         for name in ("set_custom_all_gather", "set_custom_reduce_scatter", "set_all_reduce_hook")
     ]
-    problems = [problem for case in cases if (problem := _problem_of(*case))]
+    assert _problems(cases) == []
     one_backward(model, torch.ones(2, DIM))
-    assert problems == []
 
 
 @on_ranks(2)
@@ -246,9 +238,7 @@ def test_a_parameter_in_two_groups_is_refused() -> None:
     model = Odd()
 
     def call() -> None:
-        api.fully_shard(model.head)
-        api.fully_shard(model.again)
-        api.fully_shard(model)(torch.ones(1, DIM))
+        shard_all(model, (nn.Linear,))(torch.ones(1, DIM))
 
     assert _problem_of("tie", ValueError, call) == ""
 

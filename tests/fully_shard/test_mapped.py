@@ -1,10 +1,10 @@
-"""Units of fully_shard whose parameters are copied out of every rank's shard, where it is mapped:
-they train as units that all-gather, send nothing in a pass, and all-gather outside of one."""
+"""Units of fully_shard train alike whichever way ranks exchange data. Where shards are mapped,
+parameters are copied out of them: that sends nothing in a pass, and all-gathers outside of one."""
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,26 +13,31 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_compat._comm.transport import Kind
-from tests.fully_shard import test_programs
 from tests.support.fully_sharded import NotedAllGather, api, shard_all
 from tests.support.models import Block
-from tests.support.parity import whole
+from tests.support.parity import local, no_sync
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.same_host import COPIED, MAPPED, MESSAGES
-from tests.support.sampling import at_most
+from tests.support.transports import (
+    copies_out_of_mapped_shards,
+    num_gathers_sent,
+    own_collectives,
+)
 
-WIDTH = 48
+WIDTH = 192  # a block has two large matrices, and four small parameters
+BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+KEPT = {"reshard_after_forward": False}
 
 
 class Wide(nn.Sequential):
-    """Shards of several pages on each rank; the last one has parameters of uneven parts."""
+    """Shards of several pages on each rank. The root has a parameter of uneven parts, and an unused
+    one."""
 
     def __init__(self) -> None:
-        blocks = [Block(WIDTH) for _ in range(3)]
-        super().__init__(*blocks, nn.Linear(WIDTH, 41))
-        for block in blocks:
-            block.norm.weight.is_of_a_norm = block.norm.bias.is_of_a_norm = True
+        super().__init__(*(Block(WIDTH) for _ in range(3)), nn.Linear(WIDTH, 401))
+        self.unused = nn.Parameter(torch.ones(3))
+        for name, parameter in self.named_parameters():
+            parameter.is_of_a_norm = "norm" in name
 
 
 def make(**options: Any) -> Any:
@@ -44,79 +49,79 @@ def batch(step: int) -> Tensor:
     return torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH) * (step + 1 + dist.get_rank())
 
 
-def groups_of(model: Any) -> list[Any]:
-    return list(model._get_fsdp_state().runtime.groups)
-
-
-def is_mapped(model: Any) -> list[bool]:
-    """Of every group, whether parameters are copied out of mapped shards."""
-    return [group.memory.mapped_copy is not None for group in groups_of(model)]
-
-
 # -- training
 
 
 def keeps_norms_in_fp32(parameter: nn.Parameter) -> torch.dtype | None:
-    return torch.float32 if hasattr(parameter, "is_of_a_norm") else None
+    return torch.float32 if parameter.is_of_a_norm else None
 
 
-BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 TWO_DTYPES = BF16 | {"param_dtype_override_fn": keeps_norms_in_fp32}
 
 
-def train(options: dict[str, Any], shape: tuple[int, ...] | None, by_hand: bool) -> list[Tensor]:
-    """Losses and parameters of five steps. by_hand: units are also unsharded by calls."""
-    given = dict(options)
-    if shape is not None:
-        given["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+def train(
+    shape: tuple[int, ...], options: dict[str, Any], by_hand: bool, is_native: bool
+) -> list[Tensor]:
+    """What this rank has of gradients and parameters, and outputs, of steps after an evaluation: of
+    one backward, of two, and with a frozen matrix. by_hand: units are also unsharded by calls."""
+    names = ("replicate", "shard")[-len(shape) :]
+    given = options | {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=names)}
     if "mp_policy" in given:
         given["mp_policy"] = api.MixedPrecisionPolicy(**given["mp_policy"])
-    model = make(**given)
-    if by_hand:
-        model[0].set_modules_to_forward_prefetch([model[1], model[2]])
-        model[1].set_reshard_after_backward(False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    found = []
-    for step in range(5):
-        if step == 2:
+    with own_collectives(is_native):
+        model = make(**given)
+        if by_hand:
+            model[0].set_modules_to_forward_prefetch([model[1], model[2]])
+            model[1].set_reshard_after_backward(False)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        found = []
+        for step in range(4):
             with torch.no_grad():
                 found.append(model(batch(step)))
-            continue
-        if by_hand and step > 2:
-            model[2].unshard(async_op=True)
-            model[1].unshard()
-        loss = model(batch(step)).pow(2).mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.detach())
-    found += [whole(parameter).clone() for parameter in model.parameters()]
-    expected = os.environ["FSDP_COMPAT_SAME_HOST"] == "mapped"
+            if by_hand and step > 1:
+                model[2].unshard(async_op=True)
+                model[1].unshard()
+            if step == 2:
+                with no_sync(model):
+                    model(batch(step).flip(0)).pow(2).mean().backward()
+            model[0].up.weight.requires_grad_(step != 3)
+            model(batch(step)).pow(2).mean().backward()
+            model.reshard()
+            found += [local(p.grad).clone() for p in model.parameters() if p.grad is not None]
+            optimizer.step()
+            optimizer.zero_grad()
+    found += [local(parameter).clone() for parameter in model.parameters()]
+    is_mapped = os.environ["FSDP_COMPAT_SAME_HOST"] == "mapped" and not is_native
     num_groups = 7 if "param_dtype_override_fn" in options.get("mp_policy", {}) else 4
-    assert is_mapped(model) == [expected] * num_groups
+    assert copies_out_of_mapped_shards(model) == [is_mapped] * num_groups
     return found
 
 
-CASES: list[tuple[int, dict[str, Any], tuple[int, ...] | None, bool]] = [
-    (2, {}, None, False),
-    (3, {"reshard_after_forward": False}, None, False),
-    (2, {"mp_policy": BF16}, None, True),
-    (2, {"mp_policy": TWO_DTYPES}, None, True),
-    (4, {"reshard_after_forward": 2}, None, False),
-    (4, {}, (2, 2), True),
-]
-
-
-@pytest.mark.parametrize(("ranks", "options", "shape", "by_hand"), CASES)
-def test_training_is_bit_equal_to_gathers(
-    ranks: int, options: dict[str, Any], shape: tuple[int, ...] | None, by_hand: bool
+@pytest.mark.parametrize(
+    ("shape", "options", "by_hand"),
+    [
+        ((2,), {}, False),
+        ((3,), KEPT, False),
+        ((2,), KEPT | {"mp_policy": BF16}, True),
+        ((2,), KEPT | {"mp_policy": BF16 | {"reduce_dtype": torch.float64}}, False),
+        ((2,), {"mp_policy": TWO_DTYPES}, True),
+        ((4,), {"reshard_after_forward": 2}, False),
+        ((2, 2), KEPT | {"mp_policy": BF16}, True),
+    ],
+)
+def test_training_is_bit_equal_over_all_transports(
+    shape: tuple[int, ...], options: dict[str, Any], by_hand: bool
 ) -> None:
+    ranks, hows = math.prod(shape), [(MAPPED | how, False) for how in ({}, COPIED, MESSAGES)]
+    if max(shape) == 2:  # where a sum has one order
+        hows.append((MESSAGES, True))
     one, *others = (
-        run_ranks(ranks, train, options, shape, by_hand, environment=MAPPED | how)
-        for how in ({}, COPIED, MESSAGES)
+        run_ranks(ranks, train, shape, options, by_hand, is_native, environment=how)
+        for how, is_native in hows
     )
     for other in others:
         for rank in range(ranks):
+            assert len(one[rank]) == len(other[rank])
             assert all(map(torch.equal, one[rank], other[rank]))
 
 
@@ -126,22 +131,14 @@ def test_training_is_bit_equal_to_gathers(
 @on_ranks(2, environment=MAPPED)
 def test_only_gathers_outside_of_a_pass_send() -> None:
     """Not those of a step, or of a user's all-gather."""
-    model = make()
+    model, own = make(), NotedAllGather()
     model(batch(0)).sum().backward()
-    traffic, found = groups_of(model)[0].shard.traffic, []
-
-    def count(action: Callable[[], object]) -> None:
-        traffic.clear()
-        action()
-        found.append(traffic.counts[Kind.GATHER])
-
-    count(lambda: model(batch(0)).sum().backward())
-    count(model[0].unshard)
-    count(lambda: model[0](batch(0)))
-    own = NotedAllGather()
+    assert num_gathers_sent(model, lambda: model(batch(0)).sum().backward()) == 0
+    assert num_gathers_sent(model, model[0].unshard) == 1
+    assert num_gathers_sent(model, lambda: model[0](batch(0))) == 0
     model[1].set_custom_all_gather(own)
-    count(lambda: model(batch(0)))
-    assert [*found, len(own.calls)] == [0, 1, 0, 0, 1]
+    assert num_gathers_sent(model, lambda: model(batch(0))) == 0
+    assert len(own.calls) == 1
 
 
 # -- passes without messages
@@ -149,20 +146,14 @@ def test_only_gathers_outside_of_a_pass_send() -> None:
 
 @on_ranks(2, environment=MAPPED)
 def test_ranks_may_evaluate_whole_parameters_a_different_number_of_times() -> None:
-    model, x = make(reshard_after_forward=False), torch.ones(1, WIDTH)
+    model, x = make(**KEPT), torch.ones(1, WIDTH)
     with torch.no_grad():
         model(batch(0))
         first, *others = [model(x) for _ in range(3 + 2 * dist.get_rank())]
     of_first_rank = first.clone()
     dist.broadcast(of_first_rank, 0)
-    assert all(is_mapped(model))
+    assert all(copies_out_of_mapped_shards(model))
     assert all(torch.equal(output, of_first_rank) for output in (first, *others))
-
-
-def fill(model: Any, value: float) -> None:
-    """Write to the shards without autograd seeing it."""
-    for group in groups_of(model):
-        group.store.shard.data.fill_(value)
 
 
 def all_are(module: nn.Module, value: float) -> bool:
@@ -175,29 +166,20 @@ def test_unsharded_parameters_keep_the_values_from_when_they_were_unsharded() ->
     model = make()
     model[2].set_reshard_after_backward(False)
     model[1].set_modules_to_backward_prefetch([model[2]])
+    parts = [local(parameter) for parameter in model.parameters()]
+
+    def fill(value: float) -> None:
+        """Write to the shards without autograd seeing it."""
+        for part in parts:
+            part.data.fill_(value)
+        dist.barrier()
+
     model(batch(0)).sum().backward()
     model[2].reshard()
-    fill(model, 2.0)
-    dist.barrier()
+    fill(2.0)
     model[1](batch(0)).sum().backward()
     model[0].unshard()
     dist.barrier()
-    fill(model, 3.0)
-    dist.barrier()
+    fill(3.0)
     model[2].unshard()
     assert all_are(model[0], 2.0) and all_are(model[2], 2.0)
-
-
-# -- what other files test with gathers
-
-
-@pytest.mark.parametrize(
-    ("ranks", "args"),
-    [
-        (2, (0, at_most(2, of_all=6), (2,))),
-        (3, (3000, at_most(2, of_all=6), (3,))),
-        (4, (5000, at_most(1, of_all=4), (2, 2))),
-    ],
-)
-def test_random_programs_train_mapped(ranks: int, args: tuple[Any, ...]) -> None:
-    run_ranks(ranks, test_programs.runs_programs, *args, environment=MAPPED)

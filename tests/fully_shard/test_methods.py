@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import itertools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -126,13 +125,11 @@ def test_unshard_shows_plain_parameters_until_reshard() -> None:
     assert gathers.count() == {**ONCE, "blocks.1": 0}
 
 
-@contextlib.contextmanager
-def _noting_warnings(found: list[bool]) -> Iterator[None]:
-    """Append whether views of unsharded parameters are warned of."""
+def _warns_of_views(act: Callable[[], object]) -> bool:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        yield
-    found.append(any("Views of unsharded" in str(each.message) for each in caught))
+        act()
+    return any("Views of unsharded" in str(each.message) for each in caught)
 
 
 @mapped_or_sent
@@ -144,19 +141,14 @@ def test_views_of_whole_parameters_that_outlive_them_are_warned_of(
     """When the root is resharded, by itself or by hand; clones are not."""
     model = _sharded()
     model.set_keep_unsharded_storage(keeps)
-    found: list[bool] = []
     for unshard in (functools.partial(_evaluate, model), model.unshard):
         for take in (Tensor.detach, Tensor.clone):
             unshard()
             held = [take(p) for p in model.parameters()]
-            with _noting_warnings(found):
-                model.reshard()
+            assert _warns_of_views(model.reshard) is (take is Tensor.detach and not keeps)
             del held
-    with _noting_warnings(found):
-        for _ in range(2):
-            _evaluate(model)
-            square(model, _batch()).backward()
-    assert found == [not keeps, False, not keeps, False, False]
+    for _ in range(2):
+        assert not _warns_of_views(lambda: (_evaluate(model), one_backward(model, _batch())))
 
 
 @mapped_or_sent
@@ -164,7 +156,6 @@ def test_views_of_whole_parameters_that_outlive_them_are_warned_of(
 def test_views_of_whole_parameters_keep_their_memory(environment: dict[str, str]) -> None:
     model = _sharded()
     model.unshard()
-    group = model._get_fsdp_state().unit.groups[0]
     views = [param.detach() for param in model.parameters()]
     values = [view.clone() for view in views]
     with warnings.catch_warnings():
@@ -174,11 +165,16 @@ def test_views_of_whole_parameters_keep_their_memory(environment: dict[str, str]
             assert all(map(torch.equal, views, values))
             _evaluate(model)
         model.reshard()
-    assert all(map(torch.equal, views, values)) and group_nbytes(group) > 0
+    assert all(map(torch.equal, views, values)) and _root_nbytes(model) > 0
     del views
     model.unshard()
     model.reshard()
-    assert group_nbytes(group) == 0
+    assert _root_nbytes(model) == 0
+
+
+def _root_nbytes(model: Any) -> int:
+    """Return what the root holds beside its shards."""
+    return group_nbytes(model._get_fsdp_state().unit.groups[0])
 
 
 @pytest.mark.parametrize("option", [True, False, None])
@@ -328,13 +324,13 @@ def _order_of_gathers(forward: dict[int, list[int]], backward: dict[int, list[in
     """Return what happens in a forward and a backward, with these lists of blocks to prefetch."""
     torch.manual_seed(0)
     model = shard_all(Stack(4, _Logged), (_Logged,), reshard_after_forward=True)
-    log = Gathers(model).log
-    for index, block in enumerate(model.blocks):
+    blocks, log = model.blocks, Gathers(model).log
+    for index, block in enumerate(blocks):
         block.log, block.label = log, f"blocks.{index}"
-    for which, lists in (("forward", forward), ("backward", backward)):
-        for index, wanted in lists.items():
-            setter = getattr(model.blocks[index], f"set_modules_to_{which}_prefetch")
-            setter([model.blocks[each] for each in wanted])
+    for index, wanted in forward.items():
+        blocks[index].set_modules_to_forward_prefetch([blocks[each] for each in wanted])
+    for index, wanted in backward.items():
+        blocks[index].set_modules_to_backward_prefetch([blocks[each] for each in wanted])
     one_backward(model, _batch())  # the first may find the order
     log.clear()
     one_backward(model, _batch())
@@ -349,6 +345,7 @@ def _gathered(log: list[str], first: str, last: str) -> list[int]:
 
 @on_ranks(2)
 def test_prefetch_lists_decide_what_is_gathered_before_a_module_computes() -> None:
+    """Without them that is at most the next module."""
     log = _order_of_gathers({0: [1, 2, 3]}, {3: [2, 1, 0]})
     assert _gathered(log, "", "forward blocks.0") == [0, 1, 2, 3]
     assert _gathered(log, "forward blocks.0", "forward blocks.3") == []
@@ -357,10 +354,6 @@ def test_prefetch_lists_decide_what_is_gathered_before_a_module_computes() -> No
     assert _gathered(log, "backward blocks.3", "backward blocks.0") == []
     log = _order_of_gathers({0: [2], 2: [1]}, {})
     assert sorted(_gathered(log, "", "forward blocks.0")) in ([0, 2], [0, 1, 2])
-
-
-@on_ranks(2)
-def test_without_lists_at_most_the_next_module_is_gathered_early() -> None:
     log = _order_of_gathers({}, {})
     assert max(_gathered(log, "", "forward blocks.0")) <= 1
     assert min(_gathered(log, "forward blocks.3", "backward blocks.3")) >= 2
@@ -397,12 +390,12 @@ def test_an_all_reduce_hook_sees_and_changes_the_reduced_gradients() -> None:
         seen.setdefault(name, []).append(reduced.clone())
         reduced.mul_(3)
 
-    for name, module in model.named_modules():
-        if isinstance(module, api.FSDPModule):
-            module.set_all_reduce_hook(functools.partial(hook, name))
+    for name in ("", "blocks.0", "blocks.1", "blocks.2"):
+        module = model.get_submodule(name)
+        module.set_all_reduce_hook(functools.partial(hook, name))
     one_backward(model, _batch())
-    assert {name: len(calls) for name, calls in seen.items()} == dict.fromkeys(seen, 1)
     assert sorted(seen) == ["", "blocks.0", "blocks.1", "blocks.2"]
+    assert all(len(calls) == 1 for calls in seen.values())
     assert all(calls[0].dtype is torch.float64 for calls in seen.values())
     assert_same_values(whole_gradients(model), _expected_gradients(2 / 3), "gradient")
     block = model.blocks[0]
@@ -469,47 +462,46 @@ def test_gradients_that_were_cleared_before_their_reduction_do_not_come_back(ran
     optim = torch.optim.SGD(model.parameters(), 0.0)
     params = list(model.parameters())
 
+    def step(*quiet: float, clear: Callable[[], object] = lambda: None) -> dict[str, Any]:
+        """Gradients of backwards without sync, ``clear`` after the first, and of one with."""
+        for number, factor in enumerate(quiet):
+            model.set_requires_gradient_sync(False)
+            one_backward(model, x * factor)
+            if number == 0:
+                reshard(model)
+                clear()
+        model.set_requires_gradient_sync(True)
+        model.reshard()
+        one_backward(model, x)
+        return whole_gradients(model)
+
     def by_hand() -> None:
         for p in params:
             p.grad = None
 
-    ways = (
-        optim.zero_grad,
-        functools.partial(optim.zero_grad, set_to_none=False),
-        functools.partial(model.zero_grad, set_to_none=False),
-        by_hand,
-    )
-    for has_grads, clear in itertools.product((False, True), ways):
+    def scale() -> None:
+        for p in params:
+            if p.grad is not None:
+                p.grad.mul_(0.5)  # as clipping does; zeros, so far: nothing is discarded
+
+    model.zero_grad()
+    expected = step(0.5, 0.5)
+    for has_grads, clear in itertools.product(
+        (False, True),
+        (
+            optim.zero_grad,
+            functools.partial(optim.zero_grad, set_to_none=False),
+            functools.partial(model.zero_grad, set_to_none=False),
+            by_hand,
+        ),
+    ):
         model.zero_grad()
         if has_grads:
             one_backward(model, x * 5)
-        model.set_requires_gradient_sync(False)
-        one_backward(model, x * 3)
-        reshard(model)
-        clear()
-        one_backward(model, x / 2)
-        one_backward(model, x / 2)
-        model.set_requires_gradient_sync(True)
-        model.reshard()
-        one_backward(model, x)
-        kept = whole_gradients(model)
-        model.zero_grad()
-        for factor in (0.5, 0.5, 1.0):
-            one_backward(model, x * factor)
-        assert_same_values(kept, whole_gradients(model), f"{clear}, {has_grads}")
+        found = step(3, 0.5, 0.5, clear=clear)
+        assert_same_values(found, expected, f"{clear}, {has_grads}")
     model.zero_grad()
-    found = []
-    for scale in (1.0, 0.5):
-        model.zero_grad()
-        model.set_requires_gradient_sync(False)
-        one_backward(model, x)
-        for p in params:
-            if p.grad is not None:
-                p.grad.mul_(scale)  # as clipping does; zeros, so far: nothing is discarded
-        model.set_requires_gradient_sync(True)
-        one_backward(model, x)
-        found.append(whole_gradients(model))
-    assert_same_values(*found, "scaled zeros")
+    assert_same_values(step(0.5, 0.5, clear=scale), expected, "scaled zeros")
 
 
 @on_ranks(2)
@@ -518,9 +510,8 @@ def test_set_requires_gradient_sync_may_leave_out_inner_modules() -> None:
     model.set_requires_gradient_sync(False)
     model.set_requires_gradient_sync(True, recurse=False)
     one_backward(model, _batch())
-    assert {name for name, p in model.named_parameters() if p.grad is None} == {
-        name for name, _ in model.named_parameters() if name.startswith("blocks")
-    }
+    for name, p in model.named_parameters():
+        assert (p.grad is None) is name.startswith("blocks")
     model.set_requires_gradient_sync(True)
     one_backward(model, _batch())
     assert_same_values(whole_gradients(model), _expected_gradients(1), "gradient")
@@ -580,11 +571,10 @@ def test_single_parameters_may_keep_their_dtype_in_mixed_precision() -> None:
 
     pair = pair_of(Stack, shard, tolerance=0.1)
     pair.step()
-    block = pair.model.blocks[0]
-    block.unshard()
-    for name, p in block.named_parameters():
+    pair.model.blocks[0].unshard()
+    for name, p in pair.model.blocks[0].named_parameters():
         assert p.dtype is (torch.float32 if name.startswith("norm") else BF16), name
-    block.reshard()
+    pair.model.blocks[0].reshard()
     assert all(p.dtype is torch.float32 for p in pair.model.parameters())
     pair.step()
 
@@ -618,12 +608,7 @@ def test_custom_collectives_are_called_with_torchs_keyword_arguments() -> None:
 @only_ours
 @on_ranks(2)
 def test_policies_of_none_are_the_defaults() -> None:
-    torch.manual_seed(0)
-    plain = nn.Linear(4, 4)
-    model = api.fully_shard(copy.deepcopy(plain), mp_policy=None, offload_policy=None)
-    for each in (plain, model):
-        each(torch.ones(2, 4)).sum().backward()
-    assert torch.equal(model.weight.grad.full_tensor(), plain.weight.grad)
+    pair_of(Stack, partial_shard(mp_policy=None, offload_policy=None)).step()
 
 
 @on_ranks(2)

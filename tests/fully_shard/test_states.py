@@ -34,7 +34,6 @@ from fsdp_compat import (
     checkpoint,
 )
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat._state.units import clean_name
 from tests.support.cases import about
 from tests.support.fully_sharded import (
     TORCH,
@@ -95,39 +94,34 @@ def test_state_dicts_are_dtensors_and_load_plainly_and_by_assignment(
     assign: bool, ranks: int
 ) -> None:
     model, _ = _trained("ours", seed=1)
-    loss = square(model, torch.ones(1, DIM))  # leaves the root unsharded
+    square(model, torch.ones(1, DIM))  # leaves the root unsharded
     assert not is_sharded(model.stem)
-    state = model.state_dict()
+    state = copy.deepcopy(model.state_dict())
     assert is_sharded(model.stem)
-    assert list(state) == list(Odd(codes=True).state_dict())
+    plain = Odd(codes=True)
+    assert list(state) == list(plain.state_dict())
     for name, value in state.items():
         assert isinstance(value, DTensor) is (name != "count"), name
         assert not value.requires_grad
-    assert state["head.weight"].shape == (5, DIM)
-    local = state["head.weight"].to_local()
-    assert local.shape == torch.empty(5, DIM).chunk(dist.get_world_size())[dist.get_rank()].shape
-    saved = copy.deepcopy(state)
+    own_rows = torch.empty(5, DIM).chunk(ranks)[dist.get_rank()]
+    assert state["head.weight"].to_local().shape == own_rows.shape
     other, _ = _trained("ours", seed=2)
     before = dict(other.named_parameters())
-    missing = other.load_state_dict({"few": saved["few"]}, strict=False, assign=assign)
-    assert len(missing.missing_keys) == len(saved) - 1
+    missing = other.load_state_dict({"few": state["few"]}, strict=False, assign=assign)
+    assert len(missing.missing_keys) == len(state) - 1
     with pytest.raises(RuntimeError, match="nobody"):
-        other.load_state_dict({**saved, "nobody": torch.ones(1)}, assign=assign)
-    other.load_state_dict(saved, assign=assign)
+        other.load_state_dict({**state, "nobody": torch.ones(1)}, assign=assign)
+    other.load_state_dict(state, assign=assign)
     if assign:  # as with any module, every name gets a parameter of its own
         other.again.weight = other.head.weight
-    same = [p is before[name] for name, p in other.named_parameters()]
-    assert all(same) is not assign
-    expected = {name: whole(value) for name, value in saved.items()}
-    assert_same_values({n: whole(v) for n, v in other.state_dict().items()}, expected, "state")
+    assert all(p is before[name] for name, p in other.named_parameters()) is not assign
+    plain.load_state_dict({name: whole(value) for name, value in state.items()})
+    for steps in ((), (9,)):
+        for each in (plain, other):
+            take_steps(each, adamw(each), *steps)
+        found = {name: whole(value) for name, value in other.state_dict().items()}
+        assert_same_values(found, plain.state_dict(), f"state after {steps}")
     assert other.again.weight is other.head.weight
-    del loss
-    plain = Odd(codes=True)  # which trains on in the same way
-    plain.load_state_dict(expected)
-    for each in (plain, other):
-        take_steps(each, adamw(each), 9)
-    found = {name: whole(value) for name, value in other.state_dict().items()}
-    assert_same_values(found, plain.state_dict(), "state after a step")
 
 
 @on_ranks(2)
@@ -160,27 +154,7 @@ def _states(kind: str, model: Any, optim: Any) -> dict[str, Any]:
     return {"model": weights, "optim": states}
 
 
-def _save(kind: str, path: str) -> str:
-    """Return where it is. kind: a word of how to save may follow."""
-    kind, _, how = kind.partition(" ")
-    model, optim = _trained(kind, seed=1)
-    if how == "natively":
-        path = str(checkpoint.save(path, model, optim, extra={"epoch": 3}, step=7))
-    elif how == "in the background":
-        states, group = _states(kind, model, optim), dist.new_group(backend="gloo")
-        dcp.async_save(states, checkpoint_id=path, process_group=group).result()
-    else:
-        dcp.save(_states(kind, model, optim), checkpoint_id=path)
-    _require(kind, model, optim, seed=1)
-    return path
-
-
-def _load(kind: str, path: str) -> None:
-    kind, _, natively = kind.partition(" ")
-    model, optim = _trained(kind, seed=2)
-    if natively:
-        assert checkpoint.load(path, model, optim).extra == {"epoch": 3}
-        return _require(kind, model, optim, seed=1)
+def _load(kind: str, path: str, model: Any, optim: Any) -> None:
     states = _states(kind, model, optim)
     dcp.load(states, checkpoint_id=path)
     if kind in ("flat", "original"):
@@ -188,33 +162,51 @@ def _load(kind: str, path: str) -> None:
             model.load_state_dict(states["model"])
             optim.load_state_dict(FSDP.optim_state_dict_to_load(model, optim, states["optim"]))
     else:
-        set_state_dict(
-            model, optim, model_state_dict=states["model"], optim_state_dict=states["optim"]
-        )
+        given = {"model_state_dict": states["model"], "optim_state_dict": states["optim"]}
+        set_state_dict(model, optim, **given)
+
+
+def _load_and_save(kind: str, how: str, source: str, target: str) -> str:
+    """Return where it is saved. source: "" for a model that has been trained."""
+    model, optim = _trained(kind, seed=2 if source else 1)
+    if source and how == "natively":
+        assert checkpoint.load(source, model, optim).extra == {"epoch": 3}
+    elif source:
+        _load(kind, source, model, optim)
     _require(kind, model, optim, seed=1)
+    if how == "natively":
+        target = str(checkpoint.save(target, model, optim, extra={"epoch": 3}, step=7))
+    elif how == "in the background":
+        states, group = _states(kind, model, optim), dist.new_group(backend="gloo")
+        dcp.async_save(states, checkpoint_id=target, process_group=group).result()
+    else:
+        dcp.save(_states(kind, model, optim), checkpoint_id=target)
+    return target
+
+
+CHAIN = [("ours", 2), ("torch", 3), ("ours", 2), ("original", 1), ("hybrid", 4), ("flat", 1)]
+NATIVE_CHAIN = [
+    *(("ours", 3), ("flat", 2), ("original", 2), ("ours", 1), ("hybrid", 4), ("columns", 4)),
+    *(("original", 3), ("ours", 2), ("columns", 2), ("columns", 3)),
+]
 
 
 @pytest.mark.parametrize(
-    ("source", "save_ranks", "target", "load_ranks"),
+    ("how", "chain"),
     [
-        ("ours", 2, "torch", 3),
-        ("torch", 3, "ours", 2),
-        ("hybrid", 4, "flat", 1),
-        ("ours in the background", 2, "torch", 2),
-        *sample([("flat", 2, "ours", 1), ("ours", 1, "original", 2)]),
-        pytest.param("ours natively", 3, "flat natively", 2, marks=only_ours),
-        pytest.param("original natively", 2, "ours natively", 1, marks=only_ours),
-        pytest.param("ours natively", 2, "hybrid natively", 4, marks=only_ours),
-        pytest.param("columns natively", 4, "original natively", 3, marks=only_ours),
-        pytest.param("ours natively", 2, "columns natively", 3, marks=only_ours),
-        pytest.param("columns natively", 2, "columns natively", 3, marks=only_ours),
+        ("", [*CHAIN, ("ours", 2)]),
+        ("in the background", [("ours", 2), ("torch", 2)]),
+        pytest.param("natively", NATIVE_CHAIN, marks=only_ours),
     ],
 )
-def test_a_checkpoint_loads_into_every_front_end(
-    source: str, save_ranks: int, target: str, load_ranks: int, tmp_path: Path
+def test_a_checkpoint_loads_into_every_front_end_and_is_saved_by_it(
+    how: str, chain: list[tuple[str, int]], tmp_path: Path
 ) -> None:
-    (path, *_) = run_ranks(save_ranks, _save, source, str(tmp_path))
-    run_ranks(load_ranks, _load, target, path)
+    source = ""
+    for number, (kind, ranks) in enumerate(chain):
+        with about(f"{kind} on {ranks} ranks"):
+            arguments = kind, how, source, str(tmp_path / str(number))
+            source = run_ranks(ranks, _load_and_save, *arguments)[0]
 
 
 # -- FullyShardedDataParallel's functions
@@ -308,12 +300,12 @@ def test_the_state_dict_type_is_kept_and_followed() -> None:
 # -- summon_full_params
 
 
-def _parameters(model: nn.Module) -> dict[str, Tensor]:
-    return {clean_name(name): p for name, p in model.named_parameters()}
+def _unwrapped(values: dict[str, Any]) -> dict[str, Any]:
+    return {name.replace("_fsdp_wrapped_module.", ""): value for name, value in values.items()}
 
 
-def _gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    return {clean_name(name): grad for name, grad in whole_gradients(model).items()}
+def _shown(model: nn.Module) -> dict[str, Tensor]:
+    return _unwrapped(dict(model.named_parameters()))
 
 
 @only_ours
@@ -326,8 +318,8 @@ def test_whole_parameters_are_shown_and_changes_are_kept(kind: str, ranks: int) 
         square(each, batch_of(5)).backward()
     with FSDP.summon_full_params(model, with_grads=True):
         assert not any(isinstance(p, DTensor) for p in model.parameters())
-        assert_same_values(_parameters(model), _parameters(plain), "value")
-        assert_same_values(_gradients(model), _gradients(plain), "gradient")
+        assert_same_values(_shown(model), _shown(plain), "value")
+        assert_same_values(_unwrapped(whole_gradients(model)), whole_gradients(plain), "gradient")
         assert_same_values({"": model(batch_of(6))}, {"": plain(batch_of(6))}, "output")
         assert_same_values(dict(model.state_dict()), dict(plain.state_dict()), "state")
         with torch.no_grad():
@@ -339,14 +331,14 @@ def test_whole_parameters_are_shown_and_changes_are_kept(kind: str, ranks: int) 
     assert_same_values({"": model(batch_of(6))}, {"": plain(batch_of(6))}, "output")
     reshard(model)
     if kind != "mixed":
-        assert_same_values(_gradients(model), _gradients(plain), "gradient")
+        assert_same_values(_unwrapped(whole_gradients(model)), whole_gradients(plain), "gradient")
     with FSDP.summon_full_params(model, writeback=False), torch.no_grad():
         for parameter in model.blocks.parameters():
             parameter.zero_()
     with FSDP.summon_full_params(model, writeback=False, rank0_only=True):
         assert is_sharded(model.head) is (dist.get_rank() != 0)
     with FSDP.summon_full_params(model):
-        assert_same_values(_parameters(model), _parameters(plain), "value")
+        assert_same_values(_shown(model), _shown(plain), "value")
 
 
 # -- what cannot work

@@ -25,7 +25,7 @@ from tests.support.fully_sharded import (
     shard_all,
     sharded_modules,
 )
-from tests.support.models import DIM, Block, RecomputesBlocks, Stack
+from tests.support.models import DIM, Block, RecomputesBlocks, Stack, chain
 from tests.support.parity import assert_close, backward, one_backward, whole
 from tests.support.ranks import on_ranks
 from tests.support.sampling import at_most, sample
@@ -38,9 +38,6 @@ BF16 = torch.bfloat16
 
 @on_ranks(2)
 def test_both_front_ends_train_in_one_model_and_one_process() -> None:
-    def build() -> nn.Module:
-        return nn.Sequential(Stack(2), nn.Linear(3, DIM), Stack(2))
-
     def shard(model: Any) -> Any:
         model[0] = FSDP(
             model[0],
@@ -52,7 +49,9 @@ def test_both_front_ends_train_in_one_model_and_one_process() -> None:
         api.fully_shard(model[1])
         return model
 
-    pair, other = pair_of(build, shard), pair_of(Stack)
+    two = partial(Stack, 2)
+    pair = pair_of(partial(chain, two, partial(nn.Linear, 3, DIM), two), shard)
+    other = pair_of(Stack)
     plain, model, clip = pair.plain, pair.model, torch.nn.utils.clip_grad_norm_
     for _ in range(2):
         pair.backwards()
@@ -166,7 +165,10 @@ def test_functional_call_works_with_own_parameters() -> None:
 
 
 class _Experts(nn.Module):
-    """A router over experts, whose weights are one tensor each."""
+    """A router over experts, whose weights are one tensor each. mesh: if given, each of its ranks
+    computes its experts for the whole batch, and the outputs are summed."""
+
+    mesh: Any = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,9 +177,19 @@ class _Experts(nn.Module):
         self.down = nn.Parameter(torch.randn(4, 6, DIM) / 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.einsum("bd,edh->beh", x, self.up).relu()
-        out = torch.einsum("beh,ehd->bed", hidden, self.down)
-        return x + (self.router(x).softmax(-1)[..., None] * out).sum(1)
+        scores = self.router(x)
+        if self.mesh is None:
+            return x + self._output(x, scores.softmax(-1), self.up, self.down)
+        each = [DTensor.from_local(t, self.mesh, [Replicate()]) for t in (x, scores)]
+        own, scores = (t.to_local(grad_placements=[Partial()]) for t in each)
+        up, down = (p.to_local() for p in (self.up, self.down))  # type: ignore[operator]
+        gates = scores.softmax(-1).split(len(up), -1)[self.mesh.get_local_rank()]
+        out = DTensor.from_local(self._output(own, gates, up, down), self.mesh, [Partial()])
+        return x + out.redistribute(placements=[Replicate()]).to_local()
+
+    def _output(self, x: Tensor, gates: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        hidden = torch.einsum("bd,edh->beh", x, up).relu()
+        return (gates[..., None] * torch.einsum("beh,ehd->bed", hidden, down)).sum(1)
 
 
 def _parallelize(block: nn.Module, mesh: DeviceMesh) -> None:
@@ -197,15 +209,12 @@ def test_experts_may_lie_on_another_mesh() -> None:
             return api.ShardPlacementResult(Shard(2), experts)
         return api.ShardPlacementResult(None, rest)
 
-    def build() -> nn.Module:
-        return nn.Sequential(_Experts(), Block(), _Experts())
-
     def shard(model: Any) -> Any:
         for module in (model[0], model[2], model):
             api.fully_shard(module, mesh=everyone, shard_placement_fn=place)
         return model
 
-    pair = pair_of(build, shard)
+    pair = pair_of(partial(chain, _Experts, Block, _Experts), shard)
     up = pair.model[0].up
     assert up.device_mesh.shape == (2, 2) and up.placements == (Replicate(), Shard(2))
     assert up.to_local().shape == (4, DIM, 3)
@@ -246,37 +255,14 @@ def test_tensor_parallel_modules_train(ranks: int, shape: tuple[int, ...], low: 
     for number in range(2):
         pair.backwards()
         pair.compare_gradients()
-        if number == 1:
+        if number == 1:  # gradients lie on several meshes
+            grads = [p.grad for p in pair.model.parameters()]
+            norm = torch.stack([whole(torch.linalg.vector_norm(grad)) for grad in grads]).norm()
             expected = torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.01)
-            # of gradients that lie on several meshes
-            norms = [whole(torch.linalg.vector_norm(p.grad)) for p in pair.model.parameters()]
-            norm = torch.linalg.vector_norm(torch.stack(norms))
             assert_close(norm, expected, "norm", pair.tolerance)
-            for p in pair.model.parameters():
-                assert p.grad is not None
-                p.grad *= (0.01 / (norm + 1e-6)).clamp(max=1)
+            for grad in grads:
+                grad *= (0.01 / (norm + 1e-6)).clamp(max=1)
         pair.update()
-
-
-class _ParallelExperts(_Experts):
-    """Each rank of ``mesh`` computes its experts for the whole batch; the outputs are summed."""
-
-    mesh: Any = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.mesh is None:
-            return super().forward(x)
-        each = [DTensor.from_local(t, self.mesh, [Replicate()]) for t in (x, self.router(x))]
-        own, scores = (t.to_local(grad_placements=[Partial()]) for t in each)
-        up, down = (p.to_local() for p in (self.up, self.down))  # type: ignore[operator]
-        first = up.shape[0] * self.mesh.get_local_rank()
-        gates = scores.softmax(-1)[:, first : first + up.shape[0], None]
-        hidden = torch.einsum("bd,edh->beh", own, up).relu()
-        out = (gates * torch.einsum("beh,ehd->bed", hidden, down)).sum(1)
-        summed = DTensor.from_local(out, self.mesh, [Partial()]).redistribute(
-            placements=[Replicate()]
-        )
-        return x + summed.to_local()
 
 
 @on_ranks(4)
@@ -292,21 +278,19 @@ def test_expert_and_tensor_parallel_modules_train_in_one_model() -> None:
             return api.ShardPlacementResult(Shard(1), experts)
         return api.ShardPlacementResult(None, rest)
 
-    def build() -> nn.Module:
-        return nn.Sequential(nn.Linear(DIM, DIM), Block(), _ParallelExperts(), Block())
-
     def shard(model: Any) -> Any:
         for block in (model[1], model[3]):
             _parallelize(block, data["tp"])
         model[2].mesh = expert["ep"]
         for name in ("up", "down"):
-            whole_one = getattr(model[2], name)
-            cut = distribute_tensor(whole_one.detach(), expert["ep"], [Shard(0)])
+            value = model[2].get_parameter(name).detach()
+            cut = distribute_tensor(value, expert["ep"], [Shard(0)])
             setattr(model[2], name, nn.Parameter(cut))
         for module in (model[1], model[2], model[3], model):
             api.fully_shard(module, mesh=data["data"], shard_placement_fn=place)
         return model
 
+    build = partial(chain, partial(nn.Linear, DIM, DIM), Block, _Experts, Block)
     pair = pair_of(build, shard, data_ranks=2)
     up = pair.model[2].up
     assert up.shape == (4, DIM, 6) and up.to_local().shape == (2, DIM // 2, 6)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import functools
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,12 +14,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_compat
-from fsdp_compat import _torch_private
-from fsdp_compat._engine import reduce
 from tests.support.fully_sharded import pair_of
 from tests.support.parity import backward
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.same_host import MAPPED, MESSAGES
+from tests.support.transports import own_collectives, usage_read_late
 
 NUM_BRANCHES = 4
 
@@ -69,13 +67,8 @@ def test_ranks_use_different_parameters_of_a_unit(
     reads_at_end: bool, zeros: bool, ranks: int
 ) -> None:
     """reads_at_end: as on a device."""
-    with mock.patch.object(reduce, "has_streams", lambda _: reads_at_end):
+    with usage_read_late(reads_at_end):
         trains_as_unsharded(branches_are_units=False, allow=False, zeros=zeros)
-
-
-def over(transport: str) -> Any:
-    """A backend's own collectives have no tags: ranks must make the same ones in one order."""
-    return mock.patch.object(_torch_private, "is_gloo", lambda *_: transport != "native")
 
 
 @pytest.mark.parametrize("transport", ["gloo", "native"])
@@ -83,7 +76,7 @@ def over(transport: str) -> Any:
 @on_ranks("ranks")
 def test_ranks_use_different_units(ranks: int, allow: bool, transport: str) -> None:
     """If that is allowed; else ranks reduce zeros for units that only others reach in backward."""
-    with over(transport):
+    with own_collectives(transport == "native"):
         trains_as_unsharded(branches_are_units=True, allow=allow, zeros=not allow)
 
 
@@ -137,27 +130,24 @@ def reads_tables(kind: str, readers: tuple[int, ...]) -> tuple[list[str], torch.
 KINDS = ["small", "large", "bf16", "allowed", "accumulated", "gradients of zero", "replicas"]
 
 
-def read_tables(transport: str) -> list[tuple[list[str], torch.Tensor]]:
-    last = dist.get_world_size() - 1
-    with over(transport):
-        return [reads_tables(kind, readers) for kind in KINDS for readers in ((), (0,), (0, last))]
-
-
 @pytest.mark.parametrize(
-    ("ranks", "transport"),
-    [(2, "mapped"), (4, "mapped"), (2, "messages"), (4, "messages"), (2, "native")],
+    ("ranks", "environment", "is_native"),
+    [*((n, how, False) for n in (2, 4) for how in (MAPPED, MESSAGES)), (2, MESSAGES, True)],
 )
+@on_ranks("ranks")
 def test_all_ranks_have_gradients_of_the_parameters_that_some_rank_has_used(
-    ranks: int, transport: str
+    ranks: int, environment: dict[str, str], is_native: bool
 ) -> None:
     """Also ranks whose own rows of the gradient are zero, and those without rows."""
     head = ["last.weight", "head.weight", "head.bias"]
-    expected = [head, ["first.weight", *head], ["first.weight", *head]] * len(KINDS)
-    environment = MAPPED if transport == "mapped" else MESSAGES
-    results = run_ranks(ranks, read_tables, transport, environment=environment)
-    for result in results:
-        assert [names for names, _ in result] == expected
-        assert [norm for _, norm in result] == [norm for _, norm in results[0]]
+    with own_collectives(is_native):
+        for kind in KINDS:
+            for readers in ((), (0,), (0, ranks - 1)):
+                names, norm = reads_tables(kind, readers)
+                assert names == ["first.weight"] * bool(readers) + head, (kind, readers)
+                norms = [torch.empty_like(norm) for _ in range(ranks)]
+                dist.all_gather(norms, norm)
+                assert all(torch.equal(each, norm) for each in norms), (kind, readers)
 
 
 @on_ranks(2)

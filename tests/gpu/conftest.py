@@ -9,8 +9,8 @@ The last one is for an environment that tests/support/fakecuda/build.py made. Wi
 the tests are skipped, except for those with the fixtures ``emulated_device`` and
 ``recorded_device``, which run on the emulated device (tests/support/emulated) if there is a C++
 compiler, which it needs for half a minute. Most tests run as rank 0 of 8 on a fake group, and as
-the only rank on the device's backend (on the CPU: gloo). Those of test_cuda_build.py and
-test_cuda_build_state.py need several devices and the waits that fakecuda counts."""
+the only rank on the device's backend (on the CPU: gloo). Those of test_cuda_build.py, and some of
+test_state.py, need several devices and the waits that fakecuda counts."""
 
 from __future__ import annotations
 
@@ -61,3 +61,10 @@ def emulated_device() -> Iterator[str]:
 def recorded_device(request: pytest.FixtureRequest) -> str:
     """A device whose work is recorded: fakecuda's, where torch runs on it, or the emulated one."""
     return "cuda:0" if fakecuda.is_used() else str(request.getfixturevalue("emulated_device"))
+
+
+@pytest.fixture
+def real_device(device: str) -> str:
+    if device.startswith(emulated.NAME):
+        pytest.skip("the emulated device has no backend, and memory of other kernels")
+    return device

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,12 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as Torc
 
 import fsdp_compat
 from fsdp_compat import MixedPrecision
-from fsdp_compat._engine.device import side_stream
 from fsdp_compat.sharded_grad_scaler import ShardedGradScaler
 from tests.support import fakecuda
+from tests.support.devices import on_nccl, own_device
+from tests.support.fully_sharded import NotedAllGather, NotedReduceScatter
 from tests.support.models import NUM_TOKENS, Transformer
 from tests.support.parity import no_sync, seeded
-from tests.support.ranks import close_pool, run_ranks
 from tests.support.twin import FLAT, FULLY_SHARD, ORIGINAL, sharded
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not fakecuda.is_used(), reason=fakecuda.WHY)]
@@ -58,13 +57,9 @@ class Case:
     freezes: bool = False  # the attention of each layer
 
     def __str__(self) -> str:
-        changed = [
-            f"{field.name}={getattr(self, field.name)}"
-            for field in dataclasses.fields(self)
-            if getattr(self, field.name) != field.default and field.name != "precision"
-        ]
-        low = self.precision
-        return " ".join([*changed, *([f"{low.param_dtype} {low.reduce_dtype}"] if low else [])])
+        values = {field: getattr(self, field.name) for field in dataclasses.fields(self)}
+        changed = [f"{f.name}={value}" for f, value in values.items() if value != f.default]
+        return " ".join(changed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +151,7 @@ def stream_of_step(case: Case, streams: list[torch.cuda.Stream], step: int) -> I
 
 def train(case: Case, library: Any, recorded: bool = False) -> Trained:
     """Collective."""
-    device = torch.device("cuda", dist.get_rank())
+    device = own_device()
     model = wrapped(case, library, device)
     optimizer = adamw(case, model)
     scaler = scaler_of(case, library) if case.scales else None
@@ -196,13 +191,13 @@ def train(case: Case, library: Any, recorded: bool = False) -> Trained:
 @contextlib.contextmanager
 def eagerly(case: Case, path: str) -> Iterator[None]:
     if case.eager:
-        ranks, rank = dist.get_world_size(), dist.get_rank()
+        device, ranks = own_device(), dist.get_world_size()
         dist.destroy_process_group()
         dist.init_process_group(
             *("cpu:gloo,cuda:nccl", f"file://{path}"),
             world_size=ranks,
-            rank=rank,
-            device_id=torch.device("cuda", rank),
+            rank=device.index,
+            device_id=device,
         )
     yield
 
@@ -262,7 +257,6 @@ CASES = [
 # The host waits once more per step than with the better of torch's: for the copies of a unit whose
 # gradients it adds to those of an earlier backward.
 WAITS_MORE = Case(ORIGINAL, "SHARD_GRAD_OP", offload=True, backwards=2)
-on_nccl = functools.partial(run_ranks, backend="cpu:gloo,cuda:nccl")
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -303,7 +297,7 @@ class Slow(nn.Module):
 
 def steps_ms(library: Any, front_end: str, layers: int, ms: int) -> float:
     """Return the time of five steps. Collective."""
-    device = torch.device("cuda", dist.get_rank())
+    device = own_device()
     model = nn.Sequential(*(Slow(ms) for _ in range(layers))).to(device)
     model = sharded(model, front_end, units=(Slow,), device_id=device, library=library)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
@@ -339,55 +333,55 @@ def test_communication_is_hidden_as_well_as_in_torch(front_end: str, layers: int
 # -- what the recorder finds
 
 
+def races(act: Callable[[], object]) -> list[str]:
+    with fakecuda.watching() as recording:
+        act()
+    return [str(race) for race in recording.unordered()]
+
+
 def check_streams() -> None:
     side, main = torch.cuda.Stream(), torch.cuda.current_stream()
-    x = torch.ones(1000, device="cuda")
-    side.wait_stream(main)
-    with fakecuda.watching() as missing_wait:
-        with torch.cuda.stream(side):
-            y = x * 2
-        y + 1
-    assert len(missing_wait.unordered()) == 1
-    main.wait_stream(side)
-    with fakecuda.watching() as right:
-        side.wait_stream(main)
-        with torch.cuda.stream(side):
-            y = x * 2
-        main.wait_stream(side)
-        y + 1
-        y.record_stream(main)
-        del y
-        with torch.cuda.stream(side):
-            torch.ones(1000, device="cuda")
-    assert right.unordered() == []
-    with fakecuda.watching() as reused:
+
+    def made_on_the_side(waits: bool, names_reader: bool) -> None:
         with torch.cuda.stream(side):
             y = torch.ones(1000, device="cuda")
-        main.wait_stream(side)
+        if waits:
+            main.wait_stream(side)
         y + 1
-        del y  # without record_stream
+        if names_reader:
+            y.record_stream(main)
+        del y
         with torch.cuda.stream(side):
             torch.zeros(1000, device="cuda")
-    assert "freed" in str(reused.unordered()[0])
+
+    torch.cuda.synchronize()
+    assert races(lambda: made_on_the_side(True, True)) == []
+    assert len(races(lambda: made_on_the_side(False, True))) == 1
+    torch.cuda.synchronize()
+    (reused,) = races(lambda: made_on_the_side(True, False))
+    assert "freed" in reused
 
 
 def check_collectives_and_copies() -> None:
     x, host = torch.ones(1000, device="cuda"), torch.ones(1000).pin_memory()
     dist.all_reduce(x)
-    for waits_first, races in ((False, 1), (True, 0)):
-        with fakecuda.watching() as recording:
-            work = dist.all_reduce(x, async_op=True)
-            if waits_first:
-                work.wait()
-            x + 1
+
+    def reduce(waits_first: bool) -> None:
+        work = dist.all_reduce(x, async_op=True)
+        if waits_first:
             work.wait()
-        assert len(recording.unordered()) == races
-    with fakecuda.watching() as recording:
+        x + 1
+        work.wait()
+
+    def copy() -> None:
         x.copy_(host, non_blocking=True)
         host.zero_()
         host.copy_(x, non_blocking=True)
         host.sum()
-    assert [race.later.name for race in recording.unordered()] == ["aten::zero_", "aten::sum"]
+
+    assert len(races(lambda: reduce(False))) == 1 and races(lambda: reduce(True)) == []
+    later = [race.rpartition("aten::")[2].split()[0] for race in races(copy)]
+    assert later == ["zero_", "sum"]
 
 
 @pytest.mark.parametrize("planted", [check_streams, check_collectives_and_copies])
@@ -395,61 +389,39 @@ def test_planted_races_are_found(planted: Any) -> None:
     on_nccl(2, planted)
 
 
-def check_without_waits(front_end: str) -> None:
-    device = torch.device("cuda", dist.get_rank())
-    with fakecuda.watching() as recording:
-        model = wrapped(Case(front_end), fsdp_compat, device)
-        for tokens in data_of(Case(), 1)[:, 0, 0].to(device):
-            loss_of(model, tokens, Case()).backward()
-    assert recording.unordered() == []
-    waits = [each for each in recording.happenings if type(each).__name__ == "Wait"]
-    recording.happenings = [each for each in recording.happenings if each not in waits]
-    assert waits and recording.unordered()
-
-
-@pytest.mark.parametrize("front_end", BOTH)
-def test_the_waits_of_the_engine_are_needed(front_end: str) -> None:
-    on_nccl(2, check_without_waits, front_end)
-
-
-# -- torch's own checker
-
-
-@pytest.fixture
-def own_processes() -> Iterator[None]:
-    """torch's checker cannot be switched off again."""
-    close_pool()
-    yield
-    close_pool()
-
-
-def check_by_torch() -> None:
-    from torch.cuda import _sanitizer
-
-    _sanitizer.enable_cuda_sanitizer()
-    for front_end in BOTH:
-        for case in (
-            Case(front_end),
-            Case(front_end, "SHARD_GRAD_OP", precision=LOW[1], max_norm=0.5),
-            Case(front_end, offload=True, backwards=2),
-        ):
-            train(case, fsdp_compat)
-
-
-def test_the_sanitizer_of_torch_is_silent(own_processes: None) -> None:
-    on_nccl(2, check_by_torch)
-
-
 # -- streams
 
 
+class NotedPriority:
+    """Collectives of the user that note the priority of the stream that they run on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.priorities: set[int] = set()
+
+    def __call__(self, **arguments: Any) -> Any:
+        self.priorities.add(torch.cuda.current_stream().priority)
+        return super().__call__(**arguments)  # type: ignore[misc]
+
+
+class Gather(NotedPriority, NotedAllGather):
+    pass
+
+
+class Reduce(NotedPriority, NotedReduceScatter):
+    pass
+
+
 def check_priorities() -> None:
-    device = torch.device("cuda", dist.get_rank())
-    for use in ("gather", "reduce"):
-        side = side_stream(device, use)
-        assert side is not None
-        with side.work():
-            assert torch.cuda.current_stream().priority < torch.cuda.Stream().priority
+    model: Any = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))).to(own_device())
+    gather, reduce = Gather(), Reduce()
+    for unit in model:
+        fsdp_compat.fully_shard(unit)
+        unit.set_custom_all_gather(gather)
+        unit.set_custom_reduce_scatter(reduce)
+    fsdp_compat.fully_shard(model)(torch.ones(2, 8, device=own_device())).sum().backward()
+    for noted in (gather, reduce):
+        assert min(noted.priorities) < torch.cuda.Stream().priority
 
 
 def test_copies_beside_computation_have_priority() -> None:

@@ -3,6 +3,8 @@ the number of its parameters. FSDP2 adds 7 in bf16, 10 in fp16."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -20,6 +22,8 @@ FP16 = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16)
 
 
 class Block(nn.Module):
+    """Layers of an odd width leave gaps between parameters."""
+
     def __init__(self, scalars: int, unused: int, width: int) -> None:
         super().__init__()
         self.used = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
@@ -34,40 +38,23 @@ class Block(nn.Module):
         return x
 
 
-class Model(nn.Module):
-    """Layers of an odd width leave gaps between parameters."""
-
-    def __init__(self, blocks: int, scalars: int, unused: int, width: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(scalars, unused, width) for _ in range(blocks))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.square().mean()
-
-
 def kernels(
-    front_end: str | None, dtypes: MixedPrecision, passes: int, width: int, *model_args: int
+    front_end: str | None, dtypes: MixedPrecision, passes: int, blocks: int, *block_args: int
 ) -> int:
     """Return how many kernels a step runs. front_end: None for the unsharded model."""
-    model = Model(*model_args, width)
+    trained = nn.Sequential(*(Block(*block_args) for _ in range(blocks)))
+    device = torch.device("emulated", 0)
     if front_end is None:
-        trained = model.to("emulated", dtypes.param_dtype)
+        trained.to(device, dtypes.param_dtype)
     else:
-        trained = sharded(
-            model,
-            front_end,
-            units=(Block,),
-            device_id=torch.device("emulated", 0),
-            mixed_precision=dtypes,
-        )
-    x = torch.randn(2, width, dtype=dtypes.param_dtype).to("emulated")
+        options: dict[str, Any] = {"units": (Block,), "device_id": device}
+        trained = sharded(trained, front_end, mixed_precision=dtypes, **options)
+    x = torch.randn(2, block_args[-1], dtype=dtypes.param_dtype).to(device)
     for _ in range(2):  # the first allocates and records orders
         trained.zero_grad()
         with nccl.recording() as recording:
             for _ in range(passes):
-                trained(x).backward()
+                trained(x).square().mean().backward()
     return sum(type(each) is Op for each in recording.happenings)
 
 
@@ -104,7 +91,7 @@ def test_a_unit_adds_few_kernels(
     nccl.use()
     with nccl.group_of(RANKS):
         counts = [
-            kernels(name, dtypes, passes, width, blocks, scalars, unused)
+            kernels(name, dtypes, passes, blocks, scalars, unused, width)
             for name in (front_end, None)
             for blocks in (3, 4)
         ]

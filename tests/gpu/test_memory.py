@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.fsdp as torch_fsdp
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.utils.checkpoint import checkpoint
 
+import fsdp_compat
 from tests.support.emulated import nccl
 from tests.support.order import Allocate, Free
 from tests.support.ranks import on_ranks
@@ -80,27 +80,17 @@ class Recomputed(Model):
         return self.last(x)
 
 
-def by_torch(model: Model) -> nn.Module:
-    mesh = init_device_mesh("emulated", (8,))
-    model.to("emulated")
-    for block in model.blocks:
-        torch_fully_shard(block, mesh=mesh)
-    return torch_fully_shard(model, mesh=mesh)
-
-
-def peak_of(model: Model, front_end: str, **options: Any) -> int:
+def peak_of(model: Model, front_end: str, library: Any = fsdp_compat, **options: Any) -> int:
     """Return the most bytes that a step allocates beyond what it begins with."""
     nccl.use()
+    device = torch.device("emulated", 0)
     with nccl.group_of(8), nccl.answering(lambda tensor, op: None):
-        if front_end == "torch":
-            wrapped = by_torch(model)
-        else:
-            device = torch.device("emulated", 0)
-            wrapped = sharded(model, front_end, units=(Block,), device_id=device, **options)
+        how: dict[str, Any] = {"units": (Block,), "device_id": device, "library": library}
+        wrapped = sharded(model, front_end, **how, **options)
         for _ in range(3):
             gc.collect()
             with nccl.recording() as recording:
-                wrapped(torch.randn(2, 3, WIDTH).to("emulated")).sum().backward()
+                wrapped(torch.randn(2, 3, WIDTH).to(device)).sum().backward()
             wrapped.zero_grad()
     live = peak = 0
     for each in recording.happenings:
@@ -117,7 +107,7 @@ def peak_of(model: Model, front_end: str, **options: Any) -> int:
 def test_inputs_that_blocks_share_in_containers(
     emulated_device: str, container: str, blocks: int
 ) -> None:
-    limit = SLACK * peak_of(Conditioned(blocks, "tensor"), "torch")
+    limit = SLACK * peak_of(Conditioned(blocks, "tensor"), FULLY_SHARD, torch_fsdp)
     for front_end in (FLAT, FULLY_SHARD):
         assert peak_of(Conditioned(blocks, container), front_end) <= limit
 
@@ -125,6 +115,6 @@ def test_inputs_that_blocks_share_in_containers(
 @pytest.mark.parametrize("blocks", [4, 8, 16])
 @on_ranks(1)
 def test_units_that_some_ranks_do_not_use(emulated_device: str, blocks: int) -> None:
-    limit = SLACK * peak_of(Recomputed(blocks), "torch")
+    limit = SLACK * peak_of(Recomputed(blocks), FULLY_SHARD, torch_fsdp)
     for front_end in (FLAT, FULLY_SHARD):
         assert peak_of(Recomputed(blocks), front_end, allow_unused_units=True) <= limit

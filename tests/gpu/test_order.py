@@ -8,32 +8,29 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat import _torch_private
-from fsdp_compat._engine.dtypes import move_to
+from fsdp_compat import MixedPrecision
 from tests.examples.test_readme import blocks
-from tests.gpu.test_streams import MIXED, streams
-from tests.gpu.test_training import Wide, checkpointed, wide_stack
-from tests.support import emulated, fakecuda
+from tests.gpu.test_streams import checkpointed, large_stack
 from tests.support import twin as twins
+from tests.support.devices import Recording, all_ranks_have_the_same, streams
+from tests.support.devices import in_order as recorded_in_order
 from tests.support.fully_sharded import OURS, sharded_modules
-from tests.support.models import Block, Stack
+from tests.support.models import Block, Large, Stack
 from tests.support.order import HOST, Op
 from tests.support.pairwise import pairwise
 from tests.support.parity import assert_close, local
 from tests.support.ranks import on_ranks
-from tests.support.twin import FRONT_ENDS, Step, Twin, Work, device_named, sharded
+from tests.support.twin import FRONT_ENDS, Step, Twin, device_named, group_of, sharded
 
 RANKS = 8
-Recording = emulated.Recording | fakecuda.Recording
 
 
 def twin_of(
@@ -46,8 +43,8 @@ def twin_of(
     **options: Any,
 ) -> contextlib.AbstractContextManager[Twin]:
     how = {"front_end": front_end, "strategy": strategy, "offload": offload}
-    options["front_end"] = functools.partial(sharded, units=(Block, Wide), **how)
-    low = MIXED if mixed else None
+    options["front_end"] = functools.partial(sharded, units=(Block, Large), **how)
+    low = MixedPrecision(torch.bfloat16, torch.float32) if mixed else None
     return twins.twin_of(device, RANKS, build, mixed_precision=low, **options)
 
 
@@ -58,17 +55,7 @@ def ops(recording: Recording, name: str = "", stream: int | None = None) -> list
     return [op for op in named if stream in (None, op.stream)]
 
 
-@contextlib.contextmanager
-def in_order(streams: int = 2) -> Iterator[Recording]:
-    """Inside the context at least so many streams work, the host's among them, and all accesses of
-    the same bytes are ordered."""
-    recorder: Any = fakecuda if fakecuda.is_used() else emulated
-    with recorder.watching() as recording:
-        yield recording
-    assert len({op.stream for op in ops(recording)}) >= streams
-    assert [str(found) for found in recording.unordered()] == []
-
-
+in_order = functools.partial(recorded_in_order, streams=2)
 on_the_device = on_ranks(1)
 both_front_ends = pytest.mark.parametrize("front_end", ["flat", "fully_shard"])
 every_front_end = pytest.mark.parametrize("front_end", FRONT_ENDS)
@@ -109,7 +96,7 @@ def test_training(
 def test_training_with_large_gradients_that_move_by_themselves_or_with_the_others(
     recorded_device: str, offload: bool, front_end: str, strategy: str
 ) -> None:
-    made = twin_of(recorded_device, front_end, strategy, offload, True, wide_stack)
+    made = twin_of(recorded_device, front_end, strategy, offload, True, large_stack)
     with made as twin, in_order():
         twin.steps_together(2, Step(2))
 
@@ -315,14 +302,8 @@ def test_hooks_on_offloaded_gradients_read_them_at_once(recorded_device: str) ->
 def test_the_host_writes_offloaded_parameters_after_they_were_shown_whole(
     recorded_device: str, front_end: str
 ) -> None:
-    def gather(group: object, full: torch.Tensor, own: torch.Tensor) -> Work:
-        full.view(RANKS, -1).copy_(own)  # as if all ranks had this one's part
-        return Work(lambda: None, None)
-
-    with (
-        twin_of(recorded_device, front_end, offload=True) as twin,
-        mock.patch.object(_torch_private, "start_all_gather", gather),
-    ):
+    made = twin_of(recorded_device, front_end, offload=True)
+    with made as twin, all_ranks_have_the_same():
         parameters = list(twin.model.parameters())
         with in_order() as recording, torch.no_grad():
             with FSDP.summon_full_params(twin.model, writeback=False):
@@ -349,7 +330,9 @@ def test_the_host_overwrites_an_input_after_a_forward(recorded_device: str, fron
 
 @on_the_device
 def test_inputs_that_are_moved_to_the_host_are_read_there(recorded_device: str) -> None:
-    x = torch.ones(4, device=device_named(recorded_device))
-    with in_order(streams=1):
-        (moved,) = move_to((x,), torch.device("cpu"))
-        assert moved.sum() == 4
+    x = torch.ones(4, 8, device=device_named(recorded_device))
+    with group_of(1, torch.device("cpu")):
+        model = FSDP(Stack(), device_id=torch.device("cpu"))
+        expected = model(torch.ones(4, 8))
+        with in_order(streams=1):
+            assert torch.equal(model(x), expected)

@@ -8,9 +8,10 @@ something, both get the answer that a real vote would have given."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -24,26 +25,13 @@ from tests.support.ranks import on_ranks
 from tests.support.twin import FLAT, FULLY_SHARD, ORIGINAL, sharded
 
 RANKS = 4  # two nodes of two where gradients are also reduced over replicas
-WIDTH = 320  # parameters of so many rows and columns are reduced by themselves
+WIDTH = 32
 BLOCKS = 4
-
-
-class Issued(NamedTuple):
-    kind: str
-    nbytes: int
-    ranks: int
+Issued = tuple[str, int, int]  # the kind, bytes, the number of ranks
+Used = tuple[Sequence[int] | None, ...]  # the experts by block; None: the block is left out
 
 
 # -- a model with experts
-
-
-class Expert(nn.Module):
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.relu(self.up(x)))
 
 
 class Block(nn.Module):
@@ -52,7 +40,11 @@ class Block(nn.Module):
     def __init__(self, index: int) -> None:
         super().__init__()
         self.base = nn.Linear(WIDTH, WIDTH)
-        self.experts = nn.ModuleList(Expert(WIDTH + 16 * index) for _ in range(2))
+        hidden = WIDTH + 16 * index
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, hidden), nn.ReLU(), nn.Linear(hidden, WIDTH))
+            for _ in range(2)
+        )
 
     def forward(
         self, x: torch.Tensor, used: Sequence[int], condition: torch.Tensor
@@ -66,15 +58,13 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """used: the experts by block; None: the block is left out."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block(index) for index in range(BLOCKS))
         self.condition, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.recomputes = False
 
-    def forward(self, x: torch.Tensor, used: Sequence[Sequence[int] | None]) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, used: Used) -> torch.Tensor:
         condition = self.condition(x)  # an input of all blocks
         for block, experts in zip(self.blocks, used, strict=True):
             if experts is None:
@@ -86,9 +76,9 @@ class Model(nn.Module):
         return self.out(x).pow(2).mean()
 
 
-ALL: tuple[Sequence[int] | None, ...] = ((0, 1),) * BLOCKS
-FEWER: tuple[Sequence[int] | None, ...] = ((0, 1), (0, 1), (0,), (0, 1))
-NO_BLOCK: tuple[Sequence[int] | None, ...] = ((0, 1), None, (0, 1), (0, 1))
+ALL: Used = ((0, 1),) * BLOCKS
+FEWER: Used = ((0, 1), (0, 1), (0,), (0, 1))
+NO_BLOCK: Used = ((0, 1), None, (0, 1), (0, 1))
 
 
 # -- two ranks
@@ -147,7 +137,7 @@ def issued(
     with nccl.recording() as recording:
         SCENARIOS[scenario](model, x, rank)
         torch.accelerator.synchronize()
-    return [Issued(op.name, op.nbytes, len(op.ranks)) for op in nccl.collectives(recording)]
+    return [(op.name, op.nbytes, len(op.ranks)) for op in nccl.collectives(recording)]
 
 
 def model_of(
@@ -175,7 +165,7 @@ def model_of(
 # -- what the ranks do; the second one has data that use fewer parameters
 
 
-def used_by(rank: int) -> tuple[Sequence[int] | None, ...]:
+def used_by(rank: int) -> Used:
     return FEWER if rank == 1 else ALL
 
 
@@ -251,10 +241,7 @@ CASES: list[Case] = [
     (ORIGINAL, "FULL_SHARD", UNEVEN, {}),
     *((front_end, "SHARD_GRAD_OP", UNEVEN, {}) for front_end in BOTH),
     *((front_end, "HYBRID_SHARD", UNEVEN, {}) for front_end in BOTH),
-    *(
-        (front_end, "FULL_SHARD", UNEVEN, {"frozen": True})
-        for front_end in (FLAT, ORIGINAL, FULLY_SHARD)
-    ),
+    *((name, "FULL_SHARD", UNEVEN, {"frozen": True}) for name in (FLAT, ORIGINAL, FULLY_SHARD)),
     *((ORIGINAL, name, UNEVEN, {"frozen": True}) for name in ("SHARD_GRAD_OP", "HYBRID_SHARD")),
     (ORIGINAL, "FULL_SHARD", "a_block_left_out", {"frozen": True, "allow_unused_units": True}),
     *((front_end, "FULL_SHARD", UNEVEN, {"recomputes": True}) for front_end in BOTH),
@@ -273,12 +260,6 @@ def test_ranks_issue_their_collectives_in_one_order(
     emulated_device: str, front_end: str, strategy: str, scenario: str, options: dict[str, Any]
 ) -> None:
     one, other = sequences(front_end, strategy, scenario, options)
-    assert one
-    pairs = enumerate(zip(one, other, strict=False))
-    parts_at = next((index for index, pair in pairs if pair[0] != pair[1]), None)
-    if parts_at is None and len(one) != len(other):
-        parts_at = min(len(one), len(other))
-    assert parts_at is None, (
-        f"the ranks part at collective {parts_at}: "
-        f"{one[parts_at : parts_at + 4]} and {other[parts_at : parts_at + 4]}"
-    )
+    pairs = [*itertools.zip_longest(one, other)]
+    parts_at = next((index for index, pair in enumerate(pairs) if pair[0] != pair[1]), None)
+    assert one and parts_at is None, f"at collective {parts_at}: {pairs[parts_at:][:4]}"

@@ -72,22 +72,20 @@ class Step:
     def __init__(
         self,
         front_end: str,
-        strategy: str,
+        strategy: str = "FULL_SHARD",
         *,
-        offload: bool = False,
         uses_spare: bool = True,
-        allow_unused_units: bool = False,
         prepare: Callable[[Any], None] = lambda model: None,
+        **options: Any,
     ) -> None:
-        """prepare: changes the settings of a unit, for each block."""
+        """prepare: changes the settings of a unit, for each block. options: of ``sharded``."""
         nccl.use()
+        device = torch.device("emulated", 0)
         with nccl.group_of(RANKS):
             torch.manual_seed(0)
-            plain = Model()
-            on_device = {"units": (Block,), "device_id": torch.device("emulated", 0)}
-            options = {"offload": offload, "allow_unused_units": allow_unused_units}
-            model = sharded(plain, front_end, strategy, **options, **on_device)
-            x = torch.randn(2, WIDTH).to("emulated")
+            plain, x = Model(), torch.randn(2, WIDTH).to(device)
+            how: dict[str, Any] = {"units": (Block,), "device_id": device}
+            model = sharded(plain, front_end, strategy, **how, **options)
             for block in plain.blocks:
                 prepare(block)
             model(x).backward()
@@ -96,9 +94,9 @@ class Step:
                 block.uses_spare = uses_spare
             self.computing = torch.accelerator.current_stream().stream_id
             with nccl.recording() as recording:
-                plain.happenings = recording.happenings
+                self.happenings = plain.happenings = recording.happenings
                 model(x).backward()
-            self.happenings, self.backward_begins = recording.happenings, plain.backward_begins
+            self.backward_begins = plain.backward_begins
             self.unordered = recording.unordered()
             self.gradients = [param.grad for param in model.parameters()]
 
@@ -129,6 +127,13 @@ class Step:
 # -- reductions
 
 
+def assert_start_while_backward_goes_on(step: Step, kind: str) -> None:
+    places = step.places_of(kind)
+    assert len(places) >= BLOCKS
+    for order, block in enumerate(reversed(range(2, BLOCKS))):
+        assert places[order] < step.backward_begins[block - 2]
+
+
 @pytest.mark.parametrize(
     ("front_end", "strategy"),
     [("flat", "NO_SHARD"), ("flat", "HYBRID_SHARD"), ("fully_shard", "HYBRID_SHARD")],
@@ -137,11 +142,7 @@ class Step:
 def test_all_reduces_over_replicas_start_while_backward_goes_on(
     emulated_device: str, front_end: str, strategy: str
 ) -> None:
-    step = Step(front_end, strategy)
-    places = step.places_of(nccl.ALL_REDUCE)
-    assert len(places) >= BLOCKS
-    for order, block in enumerate(reversed(range(2, BLOCKS))):
-        assert places[order] < step.backward_begins[block - 2]
+    assert_start_while_backward_goes_on(Step(front_end, strategy), nccl.ALL_REDUCE)
 
 
 @pytest.mark.parametrize(
@@ -191,9 +192,7 @@ class Gather(NotedAllGather):
 @on_ranks(1)
 def test_all_gathers_of_the_user_run_beside_computation(emulated_device: str) -> None:
     gather = Gather()
-    step = Step(
-        "fully_shard", "FULL_SHARD", prepare=lambda unit: unit.set_custom_all_gather(gather)
-    )
+    step = Step("fully_shard", prepare=lambda unit: unit.set_custom_all_gather(gather))
     assert gather.streams and step.computing not in gather.streams
     assert step.unordered == []
 
@@ -206,11 +205,7 @@ def test_hooks_on_streams_of_their_own_run_beside_backward(emulated_device: str)
     def hook(total: torch.Tensor) -> None:
         total.mul_(0.5)
 
-    step = Step(
-        "fully_shard",
-        "FULL_SHARD",
-        prepare=lambda unit: unit.set_all_reduce_hook(hook, stream=stream),
-    )
+    step = Step("fully_shard", prepare=lambda unit: unit.set_all_reduce_hook(hook, stream=stream))
     assert step.unordered == []
     records = [each for each in step.happenings if isinstance(each, Record)]
     events = {each.event for each in records if each.stream == stream.stream_id}
@@ -253,19 +248,16 @@ def test_the_host_waits_at_the_end_of_backward_if_at_all(
 def test_units_that_ranks_need_not_use_are_reduced_in_turn_without_a_wait(
     emulated_device: str, front_end: str
 ) -> None:
-    step = Step(front_end, "FULL_SHARD", allow_unused_units=True)
+    step = Step(front_end, allow_unused_units=True)
     assert step.host_waits() == [] and step.unordered == []
-    places = step.places_of(nccl.REDUCE_SCATTER)
-    assert len(places) >= BLOCKS
-    for order, block in enumerate(reversed(range(2, BLOCKS))):
-        assert places[order] < step.backward_begins[block - 2]
+    assert_start_while_backward_goes_on(step, nccl.REDUCE_SCATTER)
 
 
 @pytest.mark.parametrize("front_end", ["flat", "fully_shard"])
 @on_ranks(1)
 def test_gradients_are_freed_while_the_next_unit_runs(emulated_device: str, front_end: str) -> None:
     live = peak = 0
-    for each in Step(front_end, "FULL_SHARD").happenings:
+    for each in Step(front_end).happenings:
         if isinstance(each, Allocate | Free):
             begin, end = each.range
             live += end - begin if isinstance(each, Allocate) else begin - end

@@ -1,133 +1,133 @@
-"""Streams, threads and memory of a device: streams wait for each other where they must, and the CPU
-never waits.
+"""Sharded models train as the unsharded one on a device with streams, where transfers take time and
+early reads return NaN; the CPU never waits, and memory does not grow.
 
-With ``--gpu-device cpu`` there are no streams or threads, so the tests only check that they run.
-test_order.py shows which waits are missing."""
+With several ranks this process is rank 0 of a group that moves nothing (tests/support/twin.py);
+with one it is all of a real group. With ``--gpu-device cpu`` there are no streams or threads, so
+the tests only check that they run. test_order.py shows which waits are missing."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointWrapper,
+    apply_activation_checkpointing,
+)
 
-from fsdp_compat import CPUOffload, MixedPrecision, ShardingStrategy
-from fsdp_compat._comm.backend import BackendTransport
-from fsdp_compat._comm.mesh import Axis
-from fsdp_compat._engine import group as engine_group
-from tests.gpu.test_training import Wide, wide_stack
+from fsdp_compat import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from tests.support import emulated
 from tests.support.live_bytes import LiveBytes
-from tests.support.models import Block, chain
+from tests.support.models import Block, Inner, Large, Outer, Stack, chain
 from tests.support.parity import both_forms
 from tests.support.ranks import close_pool, on_ranks
-from tests.support.twin import Step, Twin, device_named, group_of, twin_of
+from tests.support.twin import Step, Twin, twin_of
 
 pytestmark = pytest.mark.gpu
 
-BOTH = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP]
-MIXED = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+PRECISIONS = {
+    "fp32": None,
+    "bf16 summed in fp32": MixedPrecision(param_dtype=BF16, reduce_dtype=FP32),
+    "bf16": MixedPrecision(param_dtype=BF16, reduce_dtype=BF16),
+    "fp16 summed in fp32": MixedPrecision(param_dtype=FP16, reduce_dtype=FP32),
+}
+STRATEGIES = [ShardingStrategy[name] for name in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")]
 
-
-# -- streams
-
-
-@contextlib.contextmanager
-def stream_between(stream: torch.Stream) -> Iterator[None]:
-    """Inside the context ``stream`` is the current stream. Its work runs after all work enqueued
-    before, and before all work enqueued later."""
-    before = torch.accelerator.current_stream()
-    stream.wait_stream(before)
-    with stream:
-        yield
-    before.wait_stream(stream)
-
-
-def streams(
-    device: torch.device, number: int
-) -> list[Callable[[], contextlib.AbstractContextManager[object]]]:
-    if device.type == "cpu":
-        return [contextlib.nullcontext] * number
-    return [functools.partial(stream_between, torch.Stream(device)) for _ in range(number)]
-
-
-wide_twin = functools.partial(twin_of, build=wide_stack, units=(Wide,))
-
+large_stack = functools.partial(chain, *[Large] * 4)
+nested = functools.partial(Stack, 2, Outer)
+large_twin = functools.partial(twin_of, build=large_stack, units=(Large,))
 on_the_device = on_ranks(1)
-both_strategies = pytest.mark.parametrize("strategy", BOTH)
 
 
-@both_strategies
-@pytest.mark.parametrize("order", ["112233", "122311"])
-@on_the_device
-def test_forward_and_backward_on_streams_of_their_own(
-    device: str, order: str, strategy: ShardingStrategy
-) -> None:
-    """order: the streams of a forward, its backward, the next forward, ..."""
-    with twin_of(device, sharding_strategy=strategy) as twin:
-        named = dict(zip("123", streams(twin.device, 3), strict=True))
-        for forward, backward in zip(order[::2], order[1::2], strict=True):
-            where = {"forward_in": named[forward], "backward_in": named[backward]}
-            twin.step(Step(**where))
-            twin.step(Step(backwards=2, **where))
+def checkpointed(module: nn.Module) -> nn.Module:
+    apply_activation_checkpointing(module, check_fn=lambda child: isinstance(child, Block))
+    return module
 
 
-# -- the backend itself, on one rank
+# -- training
 
 
-@pytest.fixture
-def real_device(device: str) -> str:
-    if device.startswith(emulated.NAME):
-        pytest.skip("the emulated device has no backend, and memory of other kernels")
-    return device
-
-
-@on_the_device
-def test_the_backend_transfers_the_given_tensors(real_device: str) -> None:
-    place = device_named(real_device)
-    with group_of(1, place):
-        comm = BackendTransport(Axis(dist.group.WORLD, 0, (0,)), place)
-        own, full = torch.arange(1024.0, device=place), torch.zeros(1024, device=place)
-        comm.end_gather(comm.begin_gather(own, full, [full], comm.new_tag()), "parameters")
-        assert torch.equal(full, own)
-        summed = comm.end_reduce(
-            comm.begin_reduce(full, [full], comm.new_tag()), full, torch.float32, "gradients", None
-        )
-        full.zero_()
-        assert torch.equal(summed, own)
-        pending = comm.begin_all_reduce(summed, comm.new_tag())
-        comm.end_all_reduce(
-            comm.continue_all_reduce(pending, summed, 0, "gradients"), summed, "gradients"
-        )
-        assert torch.equal(summed, own)
-        assert torch.equal(comm.gather_now(own, "a test"), own)
-        assert comm.gather_objects({"rank": 0}) == [{"rank": 0}]
-
-
-@both_forms
-@both_strategies
-@on_the_device
-def test_one_rank_trains_over_the_backend_itself(
-    real_device: str, strategy: ShardingStrategy, use_orig_params: bool
-) -> None:
-    def itself(axis: Axis, device: torch.device) -> BackendTransport:
-        return BackendTransport(Axis(dist.group.WORLD, 0, (0,)), device)
-
-    options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
-    with (
-        mock.patch.object(engine_group, "communicator", itself),
-        wide_twin(real_device, 1, mixed_precision=MIXED, **options) as twin,
-    ):
+def trains(*arguments: Any, how: Step | None = None, **options: Any) -> None:
+    """Take steps with a twin: see ``twin_of``."""
+    with twin_of(*arguments, **options) as twin:
         for _ in range(4):
-            twin.step()
-        assert {type(group.shard) for group in twin.model._runtime.groups} == {BackendTransport}
+            twin.step(how)
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+@both_forms
+@pytest.mark.parametrize("precision", list(PRECISIONS))
+@pytest.mark.parametrize(
+    ("strategy", "offload"), [*((each, False) for each in STRATEGIES), (STRATEGIES[0], True)]
+)
+@on_the_device
+def test_strategies_in_all_precisions(
+    device: str,
+    strategy: ShardingStrategy,
+    offload: bool,
+    precision: str,
+    use_orig_params: bool,
+    ranks: int,
+) -> None:
+    trains(
+        device,
+        ranks,
+        sharding_strategy=strategy,
+        cpu_offload=CPUOffload(offload_params=offload),
+        mixed_precision=PRECISIONS[precision],
+        use_orig_params=use_orig_params,
+    )
+
+
+@pytest.mark.parametrize(
+    "strategy", [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2]
+)
+@on_the_device
+def test_replicas_of_shards(device: str, strategy: ShardingStrategy) -> None:
+    trains(device, 8, sharding_strategy=strategy, mesh=(2, 4))
+
+
+@pytest.mark.parametrize("limit_all_gathers", [True, False])
+@pytest.mark.parametrize(
+    "prefetch", [BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, None]
+)
+@pytest.mark.parametrize("build", [nested, large_stack], ids=["nested", "large"])
+@on_the_device
+def test_prefetching_of_nested_units_and_of_large_gradients(
+    device: str, build: Any, prefetch: BackwardPrefetch | None, limit_all_gathers: bool
+) -> None:
+    options = {"backward_prefetch": prefetch, "limit_all_gathers": limit_all_gathers}
+    trains(device, 8, build, (Outer, Inner, Large), **options)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "how", "offload"),
+    [(8, Step(backwards=3), False), (8, Step(backwards=3), True), (1, Step(max_norm=0.05), False)],
+)
+@both_forms
+@on_the_device
+def test_several_backwards_and_clipping(
+    device: str, use_orig_params: bool, ranks: int, how: Step, offload: bool
+) -> None:
+    options = {"cpu_offload": CPUOffload(offload_params=offload)}
+    trains(device, ranks, how=how, use_orig_params=use_orig_params, **options)
+
+
+@pytest.mark.parametrize("unit", [CheckpointWrapper, Block])
+@pytest.mark.parametrize("precision", ["fp32", "bf16 summed in fp32"])
+@on_the_device
+def test_recomputation_inside_of_units_and_around_them(
+    device: str, precision: str, unit: type[nn.Module]
+) -> None:
+    options = {"mixed_precision": PRECISIONS[precision], "units": (unit,), "prepare": checkpointed}
+    trains(device, 8, **options)
 
 
 # -- parts of the graph on the CPU: autograd runs them in another thread
@@ -146,18 +146,18 @@ class Slowly(torch.autograd.Function):
         return grad
 
 
-class ThroughTheCpu(Block):
-    """A block that computes on the device, then on the CPU, and returns to the device."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Slowly.apply(super().forward(x).cpu()).to(x.device)
-
-
 class ToTheCpu(Block):
     """A block whose output is on the CPU."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return Slowly.apply(super().forward(x).cpu())
+
+
+class ThroughTheCpu(ToTheCpu):
+    """A block that computes on the device, then on the CPU, and returns to the device."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).to(x.device)
 
 
 class Parallel(nn.Module):
@@ -172,17 +172,6 @@ class Parallel(nn.Module):
         return early + self.later(x).to(x.device)
 
 
-PARTS = {
-    "the later of two parallel units goes through the CPU": functools.partial(
-        Parallel, ThroughTheCpu
-    ),
-    "the later of two parallel units ends on the CPU": functools.partial(Parallel, ToTheCpu),
-    "units in turn go through the CPU": functools.partial(
-        chain, Block, ThroughTheCpu, Block, ThroughTheCpu
-    ),
-}
-
-
 @pytest.fixture
 def own_processes() -> Iterator[None]:
     """A process that has read freed memory can no longer use the device."""
@@ -190,12 +179,18 @@ def own_processes() -> Iterator[None]:
     close_pool()
 
 
-@pytest.mark.parametrize("which", list(PARTS))
+@pytest.mark.parametrize(
+    "build",
+    [
+        functools.partial(Parallel, ThroughTheCpu),
+        functools.partial(Parallel, ToTheCpu),
+        functools.partial(chain, Block, ThroughTheCpu, Block, ThroughTheCpu),
+    ],
+    ids=["later of two goes through the CPU", "later of two ends on the CPU", "units in turn"],
+)
 @on_the_device
-def test_parts_of_the_graph_on_the_cpu(device: str, own_processes: None, which: str) -> None:
-    with twin_of(device, 8, PARTS[which]) as twin:
-        for _ in range(3):
-            twin.step()
+def test_parts_of_the_graph_on_the_cpu(device: str, own_processes: None, build: Any) -> None:
+    trains(device, 8, build)
 
 
 # -- the CPU does not wait
@@ -218,16 +213,15 @@ def without_syncs(device: torch.device) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "bf16 summed in fp32"])
 @both_forms
-@pytest.mark.parametrize("strategy", [*BOTH, ShardingStrategy.NO_SHARD])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @on_the_device
 def test_no_step_makes_the_cpu_wait(
-    device: str, strategy: ShardingStrategy, use_orig_params: bool, mixed: bool
+    device: str, strategy: ShardingStrategy, use_orig_params: bool, precision: str
 ) -> None:
-    precision = MIXED if mixed else None
     options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
-    with wide_twin(device, mixed_precision=precision, **options) as twin:
+    with large_twin(device, mixed_precision=PRECISIONS[precision], **options) as twin:
         inputs = twin.inputs(3)
         twin.quiet_steps(inputs)
         with without_syncs(twin.device):
@@ -262,7 +256,7 @@ def bytes_of_steps(twin: Twin) -> set[tuple[int, int]]:
 def test_the_peak_is_the_same_in_every_step_and_that_of_two_units_and_two_reduce_buffers(
     real_device: str, use_orig_params: bool
 ) -> None:
-    with wide_twin(real_device, use_orig_params=use_orig_params) as twin:
+    with large_twin(real_device, use_orig_params=use_orig_params) as twin:
         nbytes = sum(p.nbytes for p in twin.plain[0].parameters())
         twin.quiet_steps(twin.inputs(3))
         ((peak, left),) = bytes_of_steps(twin)

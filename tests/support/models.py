@@ -110,6 +110,17 @@ def frozen(make: Callable[[], nn.Module]) -> nn.Module:
 # -- sizes and ties
 
 
+class Large(nn.Module):
+    """A block whose matrices have 65536 elements: on the CPU each gradient moves on by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(DIM, 8192), nn.Linear(8192, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).tanh())
+
+
 class Odd(nn.Module):
     """Parameters of 0 dimensions, of 3 elements and of none."""
 

@@ -3,7 +3,7 @@ same time, and how much memory a caching allocator would reserve. Pure and deter
 
 The host enqueues in the program's order and takes time for it; the work of a stream runs in order;
 works that run at the same time slow each other down by what they share
-(``contention.speeds``). Each stream has a pool, which keeps what it has once reserved.
+(``cost_model.speeds``). Each stream has a pool, which keeps what it has once reserved.
 A block with readers (``record_stream``) goes back to its pool when their work has ended and the
 host allocates or frees something. Fragmentation is not modelled."""
 
@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from tests.support.emulated.contention import Work, speeds
+from tests.support.cost_model import Work, speeds
 from tests.support.order import (
     HOST,
     Allocate,
@@ -40,21 +40,11 @@ class Ran(NamedTuple):
     end: float
 
 
-class Memory(NamedTuple):
-    """Bytes in use when the device gets there, relative to those at the beginning. The host is
-    ahead: it allocates and frees for work that the device does later."""
-
-    time: float
-    nbytes: int
-
-
 @dataclasses.dataclass
 class Played:
     seconds: float = 0.0  # until all work has ended
     ran: list[Ran] = dataclasses.field(default_factory=list)
-    memory: list[Memory] = dataclasses.field(default_factory=list)
     marks: list[float] = dataclasses.field(default_factory=list)  # when the host reached each
-    waited: list[tuple[float, float]] = dataclasses.field(default_factory=list)  # the host did
     # Bytes: the most that all pools held at once, above the least, and the sum of what each did.
     active: int = 0
     reserved: int = 0
@@ -66,10 +56,6 @@ class _Recorded(NamedTuple):
 
 class _Awaited(NamedTuple):
     token: int
-
-
-class _Resized(NamedTuple):
-    nbytes: int
 
 
 @dataclasses.dataclass
@@ -89,7 +75,7 @@ class _Pool:
         self.most, self.least = max(self.most, self.now), min(self.least, self.now)
 
 
-_Entry = tuple[Op, Work] | _Recorded | _Awaited | _Resized
+_Entry = tuple[Op, Work] | _Recorded | _Awaited
 
 
 class _Player:
@@ -106,9 +92,7 @@ class _Player:
         self._reached: set[int] = set()  # tokens
         self._pools: dict[int, _Pool] = {}
         self._all = _Pool()
-        self._used = 0
         self._waiting: list[tuple[Free, list[int]]] = []  # with the tokens of their readers
-        self._blocked_since = 0.0
 
     # -- the host
 
@@ -122,10 +106,7 @@ class _Player:
 
     def take(self, happening: Happening) -> None:
         """The host does the next thing."""
-        if self.blocked:
-            if self.now > self._blocked_since + _EPSILON_S:
-                self.played.waited.append((self._blocked_since, self.now))
-            self.blocked = []
+        self.blocked = []
         match happening:
             case Op(stream=stream) if stream != HOST:
                 self._queue(stream).append((happening, self._cost_of(happening)))
@@ -138,28 +119,25 @@ class _Player:
                     self._queue(stream).append(_Awaited(self._events[event]))
                 self._spend(self._event_s)
             case EventSync(event):
-                self._block([self._events[event]] if event in self._events else [])
+                self.blocked = [self._events[event]] if event in self._events else []
             case StreamSync(stream):
-                self._block([self._mark(stream)])
+                self.blocked = [self._mark(stream)]
             case DeviceSync():
-                self._block([self._mark(stream) for stream in self._queues])
+                self.blocked = [self._mark(stream) for stream in self._queues]
             case Allocate(stream, (begin, end)):
                 self._reclaim()
-                self._resize(stream, end - begin)
+                self._add(stream, end - begin)
             case Free(readers=readers) if readers:
                 self._waiting.append((happening, [self._mark(stream) for stream in readers]))
                 self._reclaim()
             case Free(stream, (begin, end)):
                 self._reclaim()
-                self._resize(stream, begin - end)
+                self._add(stream, begin - end)
             case Forget() | Op():
                 pass
 
     def _spend(self, seconds: float) -> None:
         self.host = max(self.host, self.now) + seconds
-
-    def _block(self, tokens: list[int]) -> None:
-        self.blocked, self._blocked_since = tokens, max(self.host, self.now)
 
     def _queue(self, stream: int) -> deque[_Entry]:
         return self._queues.setdefault(stream, deque())
@@ -171,10 +149,6 @@ class _Player:
 
     # -- memory
 
-    def _resize(self, stream: int, nbytes: int) -> None:
-        self._add(stream, nbytes)
-        self._queue(stream).append(_Resized(nbytes))
-
     def _add(self, stream: int, nbytes: int) -> None:
         self._pools.setdefault(stream, _Pool()).add(nbytes)
         self._all.add(nbytes)
@@ -183,15 +157,9 @@ class _Player:
         waiting, self._waiting = self._waiting, []
         for free, tokens in waiting:
             if self._reached.issuperset(tokens):
-                nbytes = free.range[0] - free.range[1]
-                self._add(free.stream, nbytes)
-                self._use(nbytes)
+                self._add(free.stream, free.range[0] - free.range[1])
             else:
                 self._waiting.append((free, tokens))
-
-    def _use(self, nbytes: int) -> None:
-        self._used += nbytes
-        self.played.memory.append(Memory(self.now, self._used))
 
     # -- the device
 
@@ -206,8 +174,6 @@ class _Player:
                     case _Awaited(token):
                         if token not in self._reached:
                             break
-                    case _Resized(nbytes):
-                        self._use(nbytes)
                     case (op, work):
                         if work.seconds > 0:
                             self.running[stream] = _Running(op, work, self.now, work.seconds)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.emulated.contention import Demand, Work
+from tests.support.cost_model import Demand, Work
 from tests.support.emulated.play import Played, play
 from tests.support.order import (
     Allocate,
@@ -77,7 +77,6 @@ def test_the_host_is_ahead_until_it_waits() -> None:
     program = [work(A, 3), StreamSync(A), work(B, 1)]
     played = play(program, alone, enqueue_s=0.5)
     assert times(played) == [(A, 0, 3), (B, 3, 4)]
-    assert played.waited == [(0.5, 3)]
 
 
 @pytest.mark.parametrize(
@@ -140,12 +139,6 @@ def test_a_block_with_readers_comes_back_when_their_work_has_ended() -> None:
     assert reserved_with_readers() == 200
     assert reserved_with_readers(work(A, 9)) == 200  # the host is ahead
     assert reserved_with_readers(StreamSync(B)) == 100
-
-
-def test_memory_over_time_is_what_the_device_is_at() -> None:
-    one = block(0, 100)
-    played = play([work(A, 2), Allocate(A, one), work(A, 3), Free(A, one)], alone)
-    assert played.memory == [(2, 100), (5, 0)]
 
 
 # -- programs that cannot end
