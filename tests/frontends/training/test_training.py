@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, weight_norm
 
-from fsdp_compat import BackwardPrefetch, ShardingStrategy
+from fsdp_compat import BackwardPrefetch, CPUOffload, ShardingStrategy
 from tests.support.models import (
     DIM,
     NUM_TOKENS,
@@ -36,9 +36,9 @@ from tests.support.models import (
 )
 from tests.support.pairwise import each_value, pairwise
 from tests.support.parity import (
+    accumulates_mean,
     backward,
     both_forms,
-    both_strategies,
     make_pair,
     one_backward,
     square,
@@ -171,6 +171,12 @@ def _under_autocast(m: nn.Module, x: Tensor) -> Tensor:
     return backward(loss)
 
 
+def _wide(generator: torch.Generator) -> Tensor:
+    return torch.randn(4, 264, generator=generator)
+
+
+# Parameters of 65,536 elements and more have a gradient hook of their own.
+LARGE, SNS = partial(chain, *[partial(nn.Linear, 264, 264)] * 2), partial(accumulates_mean, "sns")
 LORAS, SPARE = partial(chain, *[partial(Lora, DIM)] * 3), partial(Stack, 3, SpareParameter)
 PARTLY_FROZEN = partial(chain, *[Block, partial(frozen, Block)] * 2)
 RECOMPUTED_LAST = partial(chain, *[FrozenInCheckpoint] * 3)
@@ -189,6 +195,7 @@ CASES: dict[str, Callable[..., object]] = {
     "sparse gradients": partial(train, SparseEmbedding, (nn.Embedding, Block), batch=tokens),
     "autocast": partial(train, Stack, step=_under_autocast, num_steps=4),
     "modules made by deepcopy": partial(train, Copies),
+    "large layers": partial(train, LARGE, (nn.Linear,), SNS, batch=_wide),
 }
 for _kind in ("old weight_norm", "weight_norm", "spectral_norm", "orthogonal"):
     _build = partial(chain, *[partial(Parametrized, _kind)] * 2)
@@ -197,16 +204,18 @@ for _kind in ("old weight_norm", "weight_norm", "spectral_norm", "orthogonal"):
 
 @pairwise
 @both_forms
-@both_strategies
+@pytest.mark.parametrize("strategy", list(ShardingStrategy)[:3])
+@pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("case", CASES)
 @on_ranks("num_ranks")
 def test_modules_and_parameters_of_every_kind_train_as_unsharded(
-    case: str, num_ranks: int, strategy: ShardingStrategy, use_orig_params: bool
+    case: str, num_ranks: int, offload: bool, strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
+    options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of weight_norm
-        CASES[case](sharding_strategy=strategy, use_orig_params=use_orig_params)
+        CASES[case](cpu_offload=CPUOffload(offload), **options)
 
 
 # -- a forward of an instance
