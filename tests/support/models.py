@@ -465,3 +465,18 @@ class Program(nn.Module):
 
 def _sum(values: Any) -> Any:
     return sum(values)
+
+
+# -- made of parts
+
+
+class Unit(nn.Module):
+    """A class for policies, of all that ``made_of`` returns."""
+
+
+def made_of(forward: Callable[..., Any], **makes: Callable[[], Any]) -> Unit:
+    """Return a module with these submodules, parameters or values, and a class with this forward."""
+    module = type("Made", (Unit,), {"forward": forward})()
+    for name, make in makes.items():
+        setattr(module, name, make())
+    return module

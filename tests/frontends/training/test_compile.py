@@ -28,7 +28,6 @@ from tests.support.parity import (
     make_pair,
     one_backward,
     seeded,
-    vectors,
 )
 from tests.support.ranks import on_ranks
 
@@ -81,9 +80,9 @@ def _inside_units(model: Any, **options: Any) -> Any:
     return model
 
 
-def _in_place(model: Any, **options: Any) -> Any:
+def _model_and_blocks(model: Any, **options: Any) -> Any:
     model.compile(**options)
-    return model
+    return _blocks(model, **options)
 
 
 def _recomputes_units(reentrant: bool, model: Any, x: Tensor) -> Tensor:
@@ -100,28 +99,27 @@ class Case:
     use_orig_params: bool = False
     strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD
     backend: str = "aot_eager"
-    # One graph for both blocks, with and without gradients; a recompilation each is allowed.
+    # One graph for both blocks, with and without gradients; a recompilation each is allowed. Around
+    # units graphs are broken where these begin and end.
     most_graphs: int = 2 + 2
-    fullgraph: bool = True
     make: Callable[[], nn.Module] = Block
     steps: Sequence[Step] = (one_backward,)
 
 
-MODEL = Case(fullgraph=False, most_graphs=12)  # graphs are broken where units begin and end
 CASES = {
-    "blocks in wrappers": Case(before=_blocks_in_wrappers),
+    "blocks in wrappers": Case(
+        before=_blocks_in_wrappers, backend="inductor", use_orig_params=True
+    ),
     "blocks in place": Case(before=_blocks, strategy=ShardingStrategy.SHARD_GRAD_OP),
-    "by the default backend": Case(before=_blocks, backend="inductor", use_orig_params=True),
     "inside of units": Case(after=_inside_units, use_orig_params=True),
-    "units": dataclasses.replace(MODEL, after=_blocks),
     "blocks that recompute": Case(
-        before=_blocks, use_orig_params=True, fullgraph=False, make=partial(Recomputed, False)
+        before=_blocks, use_orig_params=True, make=partial(Recomputed, False)
     ),
     "blocks that are recomputed": Case(
         before=_blocks, steps=[partial(_recomputes_units, reentrant) for reentrant in (True, False)]
     ),
-    "the model in a wrapper": dataclasses.replace(MODEL, after=torch.compile),
-    "the model in place": dataclasses.replace(MODEL, after=_in_place, use_orig_params=True),
+    "the model in a wrapper": Case(after=torch.compile, most_graphs=12),
+    "the model and units": Case(after=_model_and_blocks, most_graphs=12, use_orig_params=True),
 }
 
 
@@ -130,7 +128,8 @@ CASES = {
 def test_compiled_modules_train_as_unsharded(name: str) -> None:
     case = CASES[name]
     backend, build = Backend(case.backend), partial(Stack, 2, case.make)
-    options: dict[str, Any] = {"backend": backend, "fullgraph": case.fullgraph}
+    is_whole = case.most_graphs == 4 and case.make is Block
+    options: dict[str, Any] = {"backend": backend, "fullgraph": is_whole}
     with empty_cache():
         inner: Any = case.before(seeded(build), **options)
         model = FSDP(
@@ -169,19 +168,17 @@ def test_a_function_that_calls_the_model_may_be_compiled() -> None:
 
 @on_ranks(2)
 def test_compiled_blocks_compute_in_the_dtype_of_the_unit() -> None:
-    found = []
+    precision, found = MixedPrecision(param_dtype=torch.bfloat16), []
     for prepare in (_unchanged, _blocks):
         with empty_cache():
-            model = FSDP(
-                prepare(seeded(partial(Stack, 2)), backend="aot_eager", fullgraph=True),
-                auto_wrap_policy=ModuleWrapPolicy({Block}),
-                mixed_precision=MixedPrecision(param_dtype=torch.bfloat16),
+            pair = make_pair(
+                lambda prepare=prepare: prepare(Stack(2), backend="aot_eager", fullgraph=True),
+                mixed_precision=precision,
                 use_orig_params=True,
             )
-            x = vectors(torch.Generator().manual_seed(0))
-            for _ in range(3):
-                output = model(x)
+            for x in pair.batches() * 2:
+                output = pair.model(x)
                 output.float().pow(2).mean().backward()
-            found.append([output, *(p.grad for p in model.parameters() if p.numel())])
+            found.append([output, *(p.grad for p in pair.model.parameters() if p.numel())])
     for got, expected in zip(*found, strict=True):
         assert_close(got, expected, "output or gradient")
