@@ -20,9 +20,8 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
-from fsdp_compat import MixedPrecision, ShardingStrategy
+from fsdp_compat import CPUOffload, MixedPrecision, ShardingStrategy
 from tests.support.models import (
-    DIM,
     Block,
     ForwardProducts,
     Inner,
@@ -30,6 +29,7 @@ from tests.support.models import (
     Recomputed,
     RecomputesBlocks,
     Stack,
+    made_of,
     saves_everything,
     saves_products,
 )
@@ -42,32 +42,24 @@ def saves_nothing(context: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoin
     return CheckpointPolicy.MUST_RECOMPUTE
 
 
-class DropsAnOutput(nn.Module):
+def _drops_an_output(reentrant: bool, m: Any, x: Tensor) -> Tensor:
     """A checkpoint with two outputs, one of which reaches the loss."""
 
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.stem, self.a, self.b, self.c = (Block() for _ in range(4))
-        self.reentrant = reentrant
+    def region(x: Tensor) -> tuple[Tensor, Tensor]:
+        a = m.a(x)
+        return a, m.c(m.b(x))
 
-    def _region(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        a = self.a(x)
-        return a, self.c(self.b(x))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self._region, self.stem(x), use_reentrant=self.reentrant)[0]
+    return checkpoint(region, m.stem(x), use_reentrant=reentrant)[0]
 
 
-class RecomputesTwice(nn.Module):
-    """One unit in two checkpoints."""
+def _recomputes_twice(reentrant: bool, m: Any, x: Tensor) -> Tensor:
+    x = checkpoint(m.a, m.stem(x), use_reentrant=reentrant)
+    return checkpoint(m.a, x, use_reentrant=reentrant)
 
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.stem, self.a, self.reentrant = nn.Linear(DIM, DIM), Block(), reentrant
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = checkpoint(self.a, self.stem(x), use_reentrant=self.reentrant)
-        return checkpoint(self.a, x, use_reentrant=self.reentrant)
+def _of_blocks(forward: Callable[..., Tensor], reentrant: bool) -> tuple[Any, ...]:
+    parts = dict.fromkeys(("stem", "a", "b", "c"), Block)
+    return (partial(made_of, lambda m, x: forward(reentrant, m, x), **parts),)
 
 
 def _recomputes_everything(reentrant: bool, m: nn.Module, x: Tensor) -> Tensor:
@@ -83,8 +75,8 @@ CASES: dict[str, Callable[[bool], tuple[Any, ...]]] = {  # reentrant -> argument
         partial(RecomputesBlocks, partial(Recomputed, r), r),
         (Recomputed,),
     ),
-    "an output dropped": lambda r: (partial(DropsAnOutput, r),),
-    "a unit in two checkpoints": lambda r: (partial(RecomputesTwice, r),),
+    "an output dropped": partial(_of_blocks, _drops_an_output),
+    "a unit in two checkpoints": partial(_of_blocks, _recomputes_twice),
     "around the root": lambda r: (Stack, (Block,), partial(_recomputes_everything, r)),
 }
 
@@ -92,16 +84,22 @@ CASES: dict[str, Callable[[bool], tuple[Any, ...]]] = {  # reentrant -> argument
 @pairwise
 @both_forms
 @both_strategies
+@pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("early_stop", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("case", CASES)
 @on_ranks(2)
 def test_wherever_activations_are_recomputed_training_equals_unsharded(
-    case: str, reentrant: bool, early_stop: bool, strategy: ShardingStrategy, use_orig_params: bool
+    case: str,
+    reentrant: bool,
+    early_stop: bool,
+    offload: bool,
+    strategy: ShardingStrategy,
+    use_orig_params: bool,
 ) -> None:
     options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
     with set_checkpoint_early_stop(early_stop):
-        train(*CASES[case](reentrant), **options)
+        train(*CASES[case](reentrant), cpu_offload=CPUOffload(offload), **options)
 
 
 @both_forms
