@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import os
 import pickle
-import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -22,6 +21,7 @@ from fsdp_compat import ShardingStrategy, StateDictType
 from fsdp_compat.errors import UsageError
 from fsdp_compat.sharded_grad_scaler import ShardedGradScaler
 from fsdp_compat.wrap import CustomPolicy, enable_wrap, wrap
+from tests.support.cases import about
 from tests.support.parity import both_forms
 from tests.support.ranks import on_ranks
 from tests.support.refusals import (
@@ -145,36 +145,31 @@ def test_call_during_forward_or_backward_raises_and_the_pass_completes(
 # -- groups and meshes without this rank, and none at all
 
 OUTSIDE: dict[str, Call] = {
-    "process_group": lambda m, alone: FSDP(m, alone),
+    "process_group": lambda m, alone, mine: FSDP(m, alone),
     "a tuple of groups": lambda m, alone, mine: FSDP(m, (alone, mine), HYBRID),
-    "device_mesh": lambda m: FSDP(m, device_mesh=DeviceMesh("cpu", [0])),
-    "a scaler": lambda alone: ShardedGradScaler("cpu", process_group=alone),
+    "device_mesh": lambda m, alone, mine: FSDP(m, device_mesh=DeviceMesh("cpu", [0])),
+    "a scaler": lambda m, alone, mine: ShardedGradScaler("cpu", process_group=alone),
 }
 
 
-def outside() -> dict[str, Outcome]:
+@on_ranks(2)
+def test_rank_outside_the_group_gets_a_clear_error() -> None:
     """The rank inside wraps a module of its own."""
     alone, pair = dist.new_group([0]), dist.new_group([0, 1])
     each, _ = dist.new_subgroups_by_enumeration([[0], [1]])
-    found = {}
     for name, call in OUTSIDE.items():
         module = net()
         before = snapshot(module)
-        given = {"m": module, "alone": alone, "mine": pair if dist.get_rank() else each}
-        found[name] = caught(call, given)
-        assert dist.get_rank() == 0 or snapshot(module) == before, name
+        with about(name):
+            if dist.get_rank() == 0:
+                call(module, alone, each)
+            else:
+                with pytest.raises(UsageError, match=r"is not (a member of|in) the") as error:
+                    call(module, alone, pair)
+                assert_four_facts(str(error.value))
+                assert snapshot(module) == before
         dist.barrier()
     ShardedGradScaler("cpu", process_group=alone, enabled=False)  # needs no group
-    return found
-
-
-@pytest.mark.parametrize("name", OUTSIDE)
-def test_rank_outside_the_group_gets_a_clear_error(name: str) -> None:
-    inside, outcome = (outcomes[name] for outcomes in by_rank(outside))
-    assert not inside.kinds, inside
-    assert "UsageError" in outcome.kinds, outcome
-    assert re.search("is not (a member of|in) the process group", outcome.message)
-    assert_four_facts(outcome.message)
 
 
 def test_missing_process_group_error_names_the_remedy() -> None:
@@ -263,33 +258,28 @@ def step_with_a_hook_that_raises(m: nn.Module) -> None:
     step(model)
 
 
-RAISING: dict[str, Call] = {  # of ``m``, a module, or ``w``, the same wrapped model in all
-    "auto_wrap_policy": lambda m: FSDP(m, auto_wrap_policy=raises),
-    "CustomPolicy": lambda m: FSDP(m, auto_wrap_policy=CustomPolicy(raises)),
-    "param_init_fn": lambda m: FSDP(m.to("meta"), param_init_fn=raises),
-    "ignored_modules": lambda m: FSDP(m, ignored_modules=(raises() for _ in range(1))),
-    "wrap": wrap_with_one_that_raises,
-    "register_comm_hook": step_with_a_hook_that_raises,
-    "apply": lambda w: w.apply(raises),
-    "summon_full_params": lambda w: summon(w, raises),
-    "no_sync": lambda w: no_sync(w, raises),
+RAISING: dict[str, Call] = {  # of a module, and of the same wrapped model in all
+    "auto_wrap_policy": lambda m, w: FSDP(m, auto_wrap_policy=raises),
+    "CustomPolicy": lambda m, w: FSDP(m, auto_wrap_policy=CustomPolicy(raises)),
+    "param_init_fn": lambda m, w: FSDP(m.to("meta"), param_init_fn=raises),
+    "ignored_modules": lambda m, w: FSDP(m, ignored_modules=(raises() for _ in range(1))),
+    "wrap": lambda m, w: wrap_with_one_that_raises(m),
+    "register_comm_hook": lambda m, w: step_with_a_hook_that_raises(m),
+    "apply": lambda m, w: w.apply(raises),
+    "summon_full_params": lambda m, w: summon(w, raises),
+    "no_sync": lambda m, w: no_sync(w, raises),
 }
 
 
-def with_functions_that_raise() -> dict[str, Outcome]:
-    model, found = shard(), {}
+@on_ranks(2)
+def test_exceptions_of_user_functions_propagate_unchanged() -> None:
+    model = shard()
     for name, call in RAISING.items():
-        found[name] = caught(call, {"m": net(), "w": model})
+        with about(name), pytest.raises(Odd):
+            call(net(), model)
         dist.barrier()
     step(model)
     assert not difference(model, 1)
-    return found
-
-
-@pytest.mark.parametrize("name", RAISING)
-def test_exceptions_of_user_functions_propagate_unchanged(name: str) -> None:
-    for outcomes in by_rank(with_functions_that_raise):
-        assert outcomes[name].kinds[:1] == ("Odd",)
 
 
 # -- allowed, although it looks odd

@@ -349,19 +349,6 @@ def test_requires_grad_change_takes_effect_at_the_next_forward(
 
 
 @on_ranks(2)
-def test_requires_grad_may_be_toggled_with_original_parameters() -> None:
-    pair = make_pair(Stack, use_orig_params=True)
-    pair.step()
-    for trainable in (False, False, True, True):
-        for model in (pair.plain, pair.model):
-            model.blocks[1].up.weight.requires_grad_(trainable)
-            model.blocks[2].requires_grad_(trainable)
-        with torch.no_grad():
-            pair.model(torch.randn(2, DIM))
-        pair.step()
-
-
-@on_ranks(2)
 def test_freezing_between_accumulated_backwards_keeps_other_gradients() -> None:
     """They are still reduced, as they would stay in ``.grad`` without sharding."""
     pair = make_pair(Stack, use_orig_params=True)

@@ -18,7 +18,16 @@ from torch import Tensor, nn
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import MixedPrecision, ShardingStrategy, StateError, register_fsdp_forward_method
 from tests.support.cases import about
-from tests.support.models import DIM, NUM_TOKENS, Block, Inner, Outer, encoder_layer
+from tests.support.models import (
+    DIM,
+    NUM_TOKENS,
+    Block,
+    Inner,
+    Outer,
+    chain,
+    encoder_layer,
+    made_of,
+)
 from tests.support.pairwise import each_value
 from tests.support.parity import (
     GRADIENT_MODES,
@@ -33,7 +42,7 @@ from tests.support.ranks import on_ranks
 from tests.support.traffic import collectives
 
 FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID, HYBRID_ZERO2 = ShardingStrategy
-UNITS = (Outer, Inner)
+UNITS, LINEAR = (Outer, Inner), partial(nn.Linear, DIM, DIM)
 
 
 class Decoder(nn.Module):
@@ -126,18 +135,17 @@ def pair_of(
 # -- registered methods equal the unwrapped ones
 
 
-CASES = [  # number of ranks, strategy, synced, use_orig_params
-    (2, FULL_SHARD, None, False),
-    (2, SHARD_GRAD_OP, None, True),
-    (2, NO_SHARD, None, False),
-    (3, FULL_SHARD, True, True),
-    (3, FULL_SHARD, False, False),
-    (4, HYBRID, None, True),
-    (4, HYBRID_ZERO2, None, False),
-]
-
-
-@pytest.mark.parametrize(("num_ranks", "strategy", "synced", "use_orig_params"), CASES)
+@pytest.mark.parametrize(
+    ("num_ranks", "strategy", "synced", "use_orig_params"),
+    [
+        (2, SHARD_GRAD_OP, None, True),
+        (2, NO_SHARD, None, False),
+        (3, FULL_SHARD, True, True),
+        (3, FULL_SHARD, False, False),
+        (4, HYBRID, None, True),
+        (4, HYBRID_ZERO2, None, False),
+    ],
+)
 @on_ranks("num_ranks")
 def test_a_registered_method_returns_what_it_returned_unwrapped(
     num_ranks: int, strategy: ShardingStrategy, synced: bool | None, use_orig_params: bool
@@ -204,15 +212,12 @@ def test_gradients_through_a_registered_method_equal_unsharded(
         pair.step(lambda m, x, loss=loss: backward(loss(m, x)), zeros=True)
 
 
-class Caller(nn.Module):
-    """Calls methods of a nested wrapper inside the root's forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = Decoder(), nn.Linear(DIM, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body.encode(self.body.generate(x, 2)))
+CALLER = partial(  # calls methods of a nested wrapper inside the root's forward
+    made_of,
+    lambda m, x: m.head(m.body.encode(m.body.generate(x, 2))),
+    body=Decoder,
+    head=partial(nn.Linear, DIM, 2),
+)
 
 
 @each_value
@@ -223,7 +228,7 @@ def test_registered_method_of_a_nested_wrapper_works_inside_forward(
     synced: bool | None, use_orig_params: bool
 ) -> None:
     units = (Decoder, *UNITS)
-    pair = make_pair(Caller, units, batch=some_tokens, use_orig_params=use_orig_params)
+    pair = make_pair(CALLER, units, batch=some_tokens, use_orig_params=use_orig_params)
     for name in ("generate", "encode"):
         register_fsdp_forward_method(pair.model.body, name, synced=synced)
     pair.compare_outputs()
@@ -392,19 +397,15 @@ def test_sharded_parameters_raise_outside_forward(use_orig_params: bool) -> None
     pair.step(as_a_user=True)
 
 
-class Scale(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.arange(1.0, 6.0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.scale
+SCALE = partial(
+    made_of, lambda m, x: x * m.scale, scale=lambda: nn.Parameter(torch.arange(1.0, 6.0))
+)
 
 
 @on_ranks(2)
 def test_calls_that_would_compute_with_parts_are_refused() -> None:
     """One rank holds one element of the scale, and each rank one row of the weight."""
-    builds = {"scale": Scale, "weight": partial(nn.Linear, 5, 2, bias=False)}
+    builds = {"scale": SCALE, "weight": partial(nn.Linear, 5, 2, bias=False)}
     for parameter, build in builds.items():
         pair = make_pair(build, (), auto_wrap_policy=None, use_orig_params=True)
         inner, x = pair.model.module, torch.randn(3, 5)
@@ -417,17 +418,7 @@ def test_calls_that_would_compute_with_parts_are_refused() -> None:
                 assert_close(inner(x), pair.plain(x), "while parameters are whole")
 
 
-class Reads(nn.Module):
-    """Its forward uses another unit as ``use`` says: by default, by calling it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.outer, self.use = Block(), nn.Linear(DIM, DIM), "call"
-
-    def forward(self, x: Tensor) -> Tensor:
-        return USES[self.use][0](self.inner, self.outer(x))
-
-
+# How a forward uses another unit, and the parameter that is refused.
 USES: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "call": (lambda unit, x: unit(x), ""),
     "weight": (lambda unit, x: F.linear(x, unit.up.weight), "up.weight"),
@@ -438,6 +429,15 @@ USES: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
 }
 
 
+READS = partial(
+    made_of,
+    lambda m, x: USES[m.use][0](m.inner, m.outer(x)),
+    inner=Block,
+    outer=LINEAR,
+    use=lambda: "call",
+)
+
+
 @each_value
 @both_forms
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
@@ -445,7 +445,7 @@ USES: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
 def test_parameters_of_another_unit_raise_inside_forward(
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
-    pair = make_pair(Reads, use_orig_params=use_orig_params, sharding_strategy=strategy)
+    pair = make_pair(READS, use_orig_params=use_orig_params, sharding_strategy=strategy)
     x = torch.randn(DIM, DIM)
     for use, (_, parameter) in list(USES.items())[1:]:
         pair.model.module.use = use
@@ -509,27 +509,20 @@ def test_forward_signatures_of_inner_modules_are_kept(use_orig_params: bool) -> 
 # -- modules of torch that read parameters of others
 
 
-def _encoder() -> nn.TransformerEncoder:
-    return nn.TransformerEncoder(encoder_layer(), 2)
-
-
-def _rnn(kind: type[nn.RNNBase]) -> nn.Module:
-    return nn.Sequential(nn.Linear(DIM, DIM), kind(DIM, DIM, num_layers=2, batch_first=True))
-
-
-def _attention() -> nn.Module:
-    return nn.MultiheadAttention(DIM, 2, batch_first=True)
-
-
+ENCODER = partial(nn.TransformerEncoder, encoder_layer(), 2)
+LSTM, GRU = (
+    partial(chain, LINEAR, partial(kind, DIM, DIM, num_layers=2, batch_first=True))
+    for kind in (nn.LSTM, nn.GRU)
+)
 MODULES: list[Any] = [
     (encoder_layer, (nn.Linear,)),
     (encoder_layer, (nn.LayerNorm, nn.MultiheadAttention)),
-    (_encoder, (nn.TransformerEncoderLayer,)),
-    (_encoder, (nn.TransformerEncoderLayer, nn.MultiheadAttention, nn.Linear)),
-    (_encoder, (nn.Linear, nn.LayerNorm)),
-    (partial(_rnn, nn.LSTM), (nn.LSTM,)),
-    (partial(_rnn, nn.GRU), (nn.GRU, nn.Linear)),
-    (_attention, ()),
+    (ENCODER, (nn.TransformerEncoderLayer,)),
+    (ENCODER, (nn.TransformerEncoderLayer, nn.MultiheadAttention, nn.Linear)),
+    (ENCODER, (nn.Linear, nn.LayerNorm)),
+    (LSTM, (nn.LSTM,)),
+    (GRU, (nn.GRU, nn.Linear)),
+    (partial(nn.MultiheadAttention, DIM, 2, batch_first=True), ()),
 ]
 
 

@@ -10,9 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    apply_activation_checkpointing,
-)
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -100,15 +97,6 @@ def test_wherever_activations_are_recomputed_training_equals_unsharded(
     options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
     with set_checkpoint_early_stop(early_stop):
         train(*CASES[case](reentrant), cpu_offload=CPUOffload(offload), **options)
-
-
-@both_forms
-@on_ranks(2)
-def test_checkpoint_wrappers_may_be_put_into_a_wrapped_model(use_orig_params: bool) -> None:
-    pair = make_pair(Stack, use_orig_params=use_orig_params)
-    apply_activation_checkpointing(pair.model, check_fn=lambda module: isinstance(module, Block))
-    for _ in range(2):
-        pair.step()
 
 
 # -- selective checkpoints, which save what a policy says
