@@ -233,13 +233,11 @@ def test_parameter_missing_on_one_rank_is_named_on_all(use_orig_params: bool) ->
 
 
 ODD = {
-    "zeros": torch.zeros(3),
     "infinite": torch.full((2, 2), -torch.inf),
     "some_nan": torch.tensor([torch.nan, 1.0]),
     "numbers": torch.tensor([2**31, -1]),
     "small": torch.tensor([255, 0], dtype=torch.uint8),
     "all_true": torch.ones(3, dtype=torch.bool),
-    "all_false": torch.zeros(3, dtype=torch.bool),
     "none": torch.zeros(0),
     "complex": torch.zeros(2, dtype=torch.complex64),
 }

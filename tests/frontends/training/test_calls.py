@@ -145,7 +145,8 @@ TABLES = partial(
 )
 RETURNS_PARAMETERS = partial(made_of, _uses_tables, tables=TABLES, block=Block)
 NESTED = partial(made_of, _nested, a=LINEAR, b=LINEAR)
-LOSSES = partial(chain, *[partial(made_of, _leaves_loss, a=LINEAR, b=LINEAR)] * 3)
+LEAVES_LOSS = partial(made_of, _leaves_loss, a=LINEAR, b=LINEAR)
+LOSSES = partial(chain, *[LEAVES_LOSS] * 3)
 
 
 # -- tensors that leave a forward in other ways than by being returned
@@ -216,10 +217,6 @@ def _left_aside(how: str) -> tuple[Any, ...]:
 # -- steps
 
 
-def _two_forwards_one_backward(m: nn.Module, x: Tensor) -> Tensor:
-    return backward(square(m, x) + 2 * square(m, x * 0.5))
-
-
 def _two_forwards_two_backwards(m: nn.Module, x: Tensor) -> Tensor:
     first, second = square(m, x), square(m, x * 0.5)
     return backward(first) + backward(second)
@@ -245,8 +242,7 @@ def _begins_in_inference_mode(m: nn.Module, x: Tensor) -> Tensor:
 
 
 def _output_and_attribute(m: nn.Module, x: Tensor) -> Tensor:
-    y = m(x)
-    return backward(y.pow(2).mean() + m[1].aux)
+    return backward(square(m, x) + m[1].aux)
 
 
 def _attributes_alone(m: nn.Module, x: Tensor) -> Tensor:
@@ -281,7 +277,11 @@ CASES: dict[str, tuple[Any, ...]] = {  # for train()
         partial(chain, partial(made_of, _recursive, a=LINEAR), Block),
         (Unit, Block),
     ),
-    "two forwards, one backward": (Stack, (Block,), _two_forwards_one_backward),
+    "two forwards, one backward": (
+        Stack,
+        (Block,),
+        lambda m, x: backward(square(m, x) + 2 * square(m, x * 0.5)),
+    ),
     "two forwards, two backwards": (Stack, (Block,), _two_forwards_two_backwards),
     "two backwards over one graph": (Stack, (Block,), two_backwards),
     "forward on the detached output": (
@@ -312,7 +312,7 @@ CASES: dict[str, tuple[Any, ...]] = {  # for train()
     "a loss in an attribute": (LOSSES, (Unit,), _output_and_attribute),
     "losses in attributes alone": (LOSSES, (Unit,), _attributes_alone),
     "a loss in an attribute that was None": (
-        partial(chain, *[partial(made_of, _leaves_loss, a=LINEAR, b=LINEAR, aux=lambda: None)] * 3),
+        partial(chain, *[partial(LEAVES_LOSS, aux=lambda: None)] * 3),
         (Unit,),
         _output_and_attribute,
     ),

@@ -4,9 +4,8 @@ few recompilations and no graph breaks of ours."""
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -22,7 +21,6 @@ from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.models import Block, Recomputed, Stack
 from tests.support.parity import (
     Pair,
-    Step,
     assert_close,
     backward,
     make_pair,
@@ -92,55 +90,36 @@ def _recomputes_units(reentrant: bool, model: Any, x: Tensor) -> Tensor:
     return backward(x.pow(2).mean())
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    before: Callable[..., Any] = _unchanged
-    after: Callable[..., Any] = _unchanged
-    use_orig_params: bool = False
-    strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD
-    backend: str = "aot_eager"
-    # One graph for both blocks, with and without gradients; a recompilation each is allowed. Around
-    # units graphs are broken where these begin and end.
-    most_graphs: int = 2 + 2
-    make: Callable[[], nn.Module] = Block
-    steps: Sequence[Step] = (one_backward,)
-
-
-CASES = {
-    "blocks in wrappers": Case(
-        before=_blocks_in_wrappers, backend="inductor", use_orig_params=True
-    ),
-    "blocks in place": Case(before=_blocks, strategy=ShardingStrategy.SHARD_GRAD_OP),
-    "inside of units": Case(after=_inside_units, use_orig_params=True),
-    "blocks that recompute": Case(
-        before=_blocks, use_orig_params=True, make=partial(Recomputed, False)
-    ),
-    "blocks that are recomputed": Case(
-        before=_blocks, steps=[partial(_recomputes_units, reentrant) for reentrant in (True, False)]
-    ),
-    "the model in a wrapper": Case(after=torch.compile, most_graphs=12),
-    "the model and units": Case(after=_model_and_blocks, most_graphs=12, use_orig_params=True),
+BLOCKS, UNITS, KEPT = 4, 12, {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
+CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any], dict[str, Any], int]] = {
+    # how it is compiled before it is wrapped, and after; of FSDP; the most graphs: one for both
+    # blocks, with and without gradients, and a recompilation each; more where units break them
+    "blocks in wrappers": (_blocks_in_wrappers, _unchanged, {"use_orig_params": True}, BLOCKS),
+    "blocks in place": (_blocks, _unchanged, KEPT, BLOCKS),
+    "blocks that recompute": (_blocks, _unchanged, {"use_orig_params": True}, BLOCKS),
+    "blocks that are recomputed": (_blocks, _unchanged, {}, BLOCKS),
+    "inside of units": (_unchanged, _inside_units, {"use_orig_params": True}, BLOCKS),
+    "the model in a wrapper": (_unchanged, torch.compile, {}, UNITS),
+    "the model and units": (_unchanged, _model_and_blocks, {"use_orig_params": True}, UNITS),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 @on_ranks(2)
 def test_compiled_modules_train_as_unsharded(name: str) -> None:
-    case = CASES[name]
-    backend, build = Backend(case.backend), partial(Stack, 2, case.make)
-    is_whole = case.most_graphs == 4 and case.make is Block
-    options: dict[str, Any] = {"backend": backend, "fullgraph": is_whole}
+    before, after, how, most_graphs = CASES[name]
+    recompute = name == "blocks that recompute"
+    build = partial(Stack, 2, partial(Recomputed, False) if recompute else Block)
+    backend = Backend("inductor" if before is _blocks_in_wrappers else "aot_eager")
+    options = {"backend": backend, "fullgraph": most_graphs == BLOCKS and not recompute}
+    recomputed = [partial(_recomputes_units, reentrant) for reentrant in (True, False)]
+    steps = itertools.cycle(recomputed if "are recomputed" in name else [one_backward])
     with empty_cache():
-        inner: Any = case.before(seeded(build), **options)
-        model = FSDP(
-            inner,
-            auto_wrap_policy=ModuleWrapPolicy({type(inner.blocks[0])}),
-            sharding_strategy=case.strategy,
-            use_orig_params=case.use_orig_params,
-        )
+        inner: Any = before(seeded(build), **options)
+        policy = ModuleWrapPolicy({type(inner.blocks[0])})
+        model = FSDP(inner, auto_wrap_policy=policy, **how)
         assert len(FSDP.fsdp_modules(model)) == 3
-        pair = Pair(seeded(build), case.after(model, **options))
-        steps = itertools.cycle(case.steps)
+        pair = Pair(seeded(build), after(model, **options))
         for _ in range(3):
             pair.step(next(steps))
         pair.compare_outputs()
@@ -149,7 +128,7 @@ def test_compiled_modules_train_as_unsharded(name: str) -> None:
             pair.step(next(steps))
         pair.compare_outputs()
         pair.assert_state_equal()
-        assert 1 <= first <= case.most_graphs, first
+        assert 1 <= first <= most_graphs, first
         assert backend.num_graphs - first <= 2, "compiled again and again"
 
 
