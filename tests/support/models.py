@@ -474,9 +474,13 @@ class Unit(nn.Module):
     """A class for policies, of all that ``made_of`` returns."""
 
 
-def made_of(forward: Callable[..., Any], **makes: Callable[[], Any]) -> Unit:
-    """Return a module with these submodules, parameters or values, and a class with this forward."""
-    module = type("Made", (Unit,), {"forward": forward})()
-    for name, make in makes.items():
-        setattr(module, name, make())
-    return module
+def made_of(forward: Callable[..., Any], **makes: Callable[[], Any]) -> Callable[[], Unit]:
+    """Return what makes a module of these submodules, parameters or values, and a forward."""
+
+    def make() -> Unit:
+        module = type("Made", (Unit,), {"forward": forward})()
+        for name, part in makes.items():
+            setattr(module, name, part())
+        return module
+
+    return make

@@ -3,10 +3,11 @@ raise: an error on every rank, after which the model trains. And what looks odd,
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import ShardingStrategy, StateDictType
-from fsdp_compat.errors import UsageError
+from fsdp_compat.errors import StateError, UsageError
 from fsdp_compat.sharded_grad_scaler import ShardedGradScaler
 from fsdp_compat.wrap import CustomPolicy, enable_wrap, wrap
 from tests.support.cases import about
@@ -32,7 +33,6 @@ from tests.support.refusals import (
     adam,
     assert_four_facts,
     batch,
-    by_rank,
     caught,
     difference,
     loss_of,
@@ -87,59 +87,52 @@ def added_to(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value + 1 for name, value in state.items()}
 
 
-def step_with(model: FSDP, optimizer: Any, place: str, call: Callable[[], object]) -> Outcome:
-    """Step with a call inside the forward or the backward of a module."""
+@contextlib.contextmanager
+def calling(
+    model: FSDP, place: str, call: Call, given: dict[str, Any], *, catches: bool
+) -> Iterator[list[Outcome]]:
+    """Call inside the forward or the backward of a module."""
+    found: list[Outcome] = []
+
+    def act(grad: Tensor | None = None) -> None:
+        if catches:
+            found.append(caught(call, given))
+        else:
+            call(**given)
 
     def inside(module: nn.Module, args: object, output: Tensor) -> None:
         if place.startswith("forward"):
-            call()
+            act()
         elif output.requires_grad:
-            output.register_hook(lambda grad: (call(), None)[1])
+            output.register_hook(act)
 
     handle = PLACES[place][0](model).register_forward_hook(inside)
-    outcome = caught(partial(step, model, optimizer))
+    yield found
     handle.remove()
-    return outcome
 
 
-def in_passes(place: str) -> dict[str, tuple[Outcome, Outcome]]:
-    """Return the outcome inside, where it was caught, and of the pass, where it was not."""
-    return {name: in_pass(place, INSIDE[name][0]) for name in chosen_inside(place)}
-
-
-def in_pass(place: str, call: Call) -> tuple[Outcome, Outcome]:
-    model = shard(use_orig_params=PLACES[place][1])
-    optimizer, found = sgd(model), list[Outcome]()
-    given = {"m": model, "o": optimizer}
-    goes_on = step_with(model, optimizer, place, lambda: found.append(caught(call, given)))
-    found[0].wrong = str(goes_on) if goes_on.kinds else difference(model, 1)
-    raised = step_with(model, optimizer, place, lambda: call(**given))
-    after = caught(partial(step, model, optimizer))
-    raised.wrong = str(after) if after.kinds else difference(model, 2)
-    dist.barrier()
-    return found[0], raised
-
-
-def chosen_inside(place: str) -> list[str]:
-    """Each call is in one forward and in one backward."""
-    return list(INSIDE)[list(PLACES).index(place) % 2 :: 2]
-
-
-@pytest.mark.parametrize(
-    ("place", "name"), [(place, name) for place in PLACES for name in chosen_inside(place)]
-)
-def test_call_during_forward_or_backward_raises_and_the_pass_completes(
-    place: str, name: str
-) -> None:
-    found = [outcomes[name] for outcomes in by_rank(in_passes, place)]
-    for outcome in (outcome for pair in found for outcome in pair):
-        wanted = {"StateError", "RuntimeError", INSIDE[name][1].__name__}
-        assert wanted <= set(outcome.kinds), outcome
-        assert not outcome.wrong, outcome
-    for inside, _ in found:
-        assert_four_facts(inside.message)
-        assert name.split()[0] in inside.message and place.split()[0] in inside.message
-        assert inside.message == found[0][0].message
+@pytest.mark.parametrize("place", PLACES)
+@on_ranks(2)
+def test_call_during_forward_or_backward_raises_and_the_pass_completes(place: str) -> None:
+    """Each call is in one forward and in one backward, where its error is caught and is not."""
+    for name, (call, kind) in list(INSIDE.items())[list(PLACES).index(place) % 2 :: 2]:
+        model, messages = shard(use_orig_params=PLACES[place][1]), [""] * 2
+        optimizer = sgd(model)
+        given = {"m": model, "o": optimizer}
+        with about(name):
+            with calling(model, place, call, given, catches=True) as found:
+                step(model, optimizer)
+            assert {"StateError", "RuntimeError", kind.__name__} <= set(found[0].kinds), found
+            assert_four_facts(found[0].message)
+            for word in (name.split()[0], place.split()[0]):
+                assert word in found[0].message
+            dist.all_gather_object(messages, found[0].message)
+            assert messages[0] == messages[1]
+            assert not difference(model, 1)
+            with calling(model, place, call, given, catches=False), pytest.raises(StateError):
+                step(model, optimizer)
+            step(model, optimizer)
+            assert not difference(model, 2)
 
 
 # -- groups and meshes without this rank, and none at all
@@ -209,28 +202,22 @@ AFTER: dict[str, Call] = {
 }
 
 
-def after_destruction(used_before: bool) -> dict[str, Outcome]:
+@pytest.mark.parametrize("used_before", [False, True])
+@on_ranks(2, group_timeout=5)
+def test_model_works_or_raises_after_its_process_group_is_destroyed(used_before: bool) -> None:
     model = shard()
     given = {"m": model, "o": adam(model)}
     if used_before:
         step(model, given["o"])
     dist.barrier()
     dist.destroy_process_group()
-    return {name: caught(call, given) for name, call in AFTER.items()}
-
-
-@pytest.mark.parametrize("name", AFTER)
-@pytest.mark.parametrize("used_before", [False, True])
-def test_model_works_or_raises_after_its_process_group_is_destroyed(
-    used_before: bool, name: str
-) -> None:
-    for outcomes in by_rank(after_destruction, used_before, limit_s=5):
-        outcome = outcomes[name]
+    for name, call in AFTER.items():
+        outcome = caught(call, given)
         assert outcome.kinds or name != "another model"
         if outcome.kinds:
             assert "FsdpCompatError" in outcome.kinds, outcome
             assert_four_facts(outcome.message)
-            assert "init_process_group" in outcome.message
+            assert "init_process_group" in outcome.message, name
 
 
 # -- functions of the user's that raise

@@ -154,8 +154,7 @@ def test_a_step_between_forward_and_backward_is_refused(
 
 
 # A generator and a discriminator in one unit.
-ADVERSARIES = partial(
-    made_of,
+ADVERSARIES = made_of(
     lambda m, x, which: getattr(m, which)(x),
     generator=partial(Block, WIDTH),
     discriminator=partial(Block, WIDTH),

@@ -121,32 +121,24 @@ def _uses_tables(m: Any, x: Tensor) -> Tensor:
     return m.block(x @ table) * of_views * given.tensors[0].sum() + given.tensors[1].mean()
 
 
-HALVES = partial(
-    made_of, lambda m, x, second: (m.b if second else m.a)(x).tanh(), a=LINEAR, b=LINEAR
+HALVES = made_of(lambda m, x, second: (m.b if second else m.a)(x).tanh(), a=LINEAR, b=LINEAR)
+USES_CONTEXT = made_of(
+    lambda m, x: m.own(x).tanh() + m.frozen(m.context), own=LINEAR, frozen=partial(frozen, LINEAR)
 )
-USES_CONTEXT = partial(
-    made_of,
-    lambda m, x: m.own(x).tanh() + m.frozen(m.context),
-    own=LINEAR,
-    frozen=partial(frozen, LINEAR),
-)
-ADDS_IN_PLACE = partial(  # a parameter to an activation: they must not share a version counter
-    made_of,
+ADDS_IN_PLACE = made_of(  # a parameter to an activation: they must not share a version counter
     lambda m, x: m.b(F.relu_(m.a(x).add_(m.bias))),
     a=partial(nn.Linear, DIM, DIM, bias=False),
     bias=lambda: nn.Parameter(torch.zeros(DIM)),
     b=LINEAR,
 )
-TABLES = partial(
-    made_of,
+TABLES = made_of(
     _tables,
     table=lambda: nn.Parameter(torch.randn(DIM, DIM)),
     fixed=lambda: nn.Parameter(torch.randn(DIM), requires_grad=False),
 )
-RETURNS_PARAMETERS = partial(made_of, _uses_tables, tables=TABLES, block=Block)
-NESTED = partial(made_of, _nested, a=LINEAR, b=LINEAR)
-LEAVES_LOSS = partial(made_of, _leaves_loss, a=LINEAR, b=LINEAR)
-LOSSES = partial(chain, *[LEAVES_LOSS] * 3)
+RETURNS_PARAMETERS = made_of(_uses_tables, tables=TABLES, block=Block)
+NESTED = made_of(_nested, a=LINEAR, b=LINEAR)
+LOSSES = partial(chain, *[made_of(_leaves_loss, a=LINEAR, b=LINEAR)] * 3)
 
 
 # -- tensors that leave a forward in other ways than by being returned
@@ -211,7 +203,7 @@ def _uses_what_was_left(m: Any, x: Tensor) -> Tensor:
 
 def _left_aside(how: str) -> tuple[Any, ...]:
     make = partial(LeavesAside, how)
-    return partial(made_of, _uses_what_was_left, a=make, b=make), (LeavesAside,)
+    return made_of(_uses_what_was_left, a=make, b=make), (LeavesAside,)
 
 
 # -- steps
@@ -265,8 +257,7 @@ CASES: dict[str, tuple[Any, ...]] = {  # for train()
     "a unit runs twice, on its own output": (partial(Reuse, True),),
     "a unit runs twice, in parallel": (partial(Reuse, False),),
     "a unit uses other parameters in each call": (
-        partial(
-            made_of,
+        made_of(
             lambda m, x: m.halves(m.block(m.halves(x, False)), True),
             halves=HALVES,
             block=Block,
@@ -274,7 +265,7 @@ CASES: dict[str, tuple[Any, ...]] = {  # for train()
         (Unit, Block),
     ),
     "a unit calls itself": (
-        partial(chain, partial(made_of, _recursive, a=LINEAR), Block),
+        partial(chain, made_of(_recursive, a=LINEAR), Block),
         (Unit, Block),
     ),
     "two forwards, one backward": (
@@ -292,18 +283,18 @@ CASES: dict[str, tuple[Any, ...]] = {  # for train()
     "one of two outputs": (TwoHeads, (Block,), lambda m, x: backward(m(x)[0].pow(2).mean())),
     "outputs in turn": (TwoHeads, (Block,), _through_outputs_in_turn),
     "nested inputs and outputs": (
-        partial(made_of, lambda m, x: m.b(m.a(Record({"x": x * 1}))), a=NESTED, b=NESTED),
+        made_of(lambda m, x: m.b(m.a(Record({"x": x * 1}))), a=NESTED, b=NESTED),
         (Unit,),
         lambda m, x: backward(m(x).value["extra"].first.pow(2).mean()),
     ),
     "an input modified in place": (  # a hook on that tensor would be lost
-        partial(Stack, 3, partial(made_of, lambda m, x: m.block(x.mul_(0.5)), block=Block)),
+        partial(Stack, 3, made_of(lambda m, x: m.block(x.mul_(0.5)), block=Block)),
         (Unit,),
     ),
-    "outputs modified in place": (partial(made_of, _changes_outputs, a=Block, b=Block),),
+    "outputs modified in place": (made_of(_changes_outputs, a=Block, b=Block),),
     "activations modified in place": (partial(chain, ADDS_IN_PLACE, ADDS_IN_PLACE), (Unit,)),
     "a tensor by an attribute": (
-        partial(made_of, _gives_context, source=Block, user=USES_CONTEXT, tail=Block),
+        made_of(_gives_context, source=Block, user=USES_CONTEXT, tail=Block),
         (Block, Unit),
     ),
     "no_grad before backward": (Stack, (Block,), partial(_evaluates_between, "no_grad")),
@@ -312,7 +303,7 @@ CASES: dict[str, tuple[Any, ...]] = {  # for train()
     "a loss in an attribute": (LOSSES, (Unit,), _output_and_attribute),
     "losses in attributes alone": (LOSSES, (Unit,), _attributes_alone),
     "a loss in an attribute that was None": (
-        partial(chain, *[partial(LEAVES_LOSS, aux=lambda: None)] * 3),
+        partial(chain, *[made_of(_leaves_loss, a=LINEAR, b=LINEAR, aux=lambda: None)] * 3),
         (Unit,),
         _output_and_attribute,
     ),
@@ -340,7 +331,7 @@ def test_however_units_are_called_training_equals_unsharded(
 
 
 KEPT = {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
-LEAVES_ELSEWHERE = partial(made_of, _leaves_loss_elsewhere, a=LINEAR, b=LINEAR)
+LEAVES_ELSEWHERE = made_of(_leaves_loss_elsewhere, a=LINEAR, b=LINEAR)
 
 
 @both_forms

@@ -38,6 +38,7 @@ from tests.support.parity import (
     make_pair,
     sequences,
 )
+from tests.support.parity import tokens as some_tokens
 from tests.support.ranks import on_ranks
 from tests.support.traffic import collectives
 
@@ -47,6 +48,8 @@ UNITS, LINEAR = (Outer, Inner), partial(nn.Linear, DIM, DIM)
 
 class Decoder(nn.Module):
     """Generates like Hugging Face models: the inner module's method calls ``self`` in a loop."""
+
+    stop = -1
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +74,13 @@ class Decoder(nn.Module):
             yield tokens
 
     def generate(self, tokens: Tensor, num_new: int) -> Tensor:
-        return [tokens, *self.sampled(tokens, num_new)][-1]
+        """Raises in the round that ``stop`` names, after the call of a unit."""
+        for number, more in enumerate(self.sampled(tokens, num_new)):
+            if number == self.stop:
+                self.layers[1](self.embed(tokens))
+                raise ValueError("enough")
+            tokens = more
+        return tokens
 
     def other_order(self, tokens: Tensor, num_rounds: int) -> Tensor:
         """Units in another order, one twice, one unused by forward, one only at first."""
@@ -115,18 +124,9 @@ def tokens(seed: int = 0) -> Tensor:
     return some_tokens(torch.Generator().manual_seed(seed))
 
 
-def some_tokens(generator: torch.Generator) -> Tensor:
-    return torch.randint(NUM_TOKENS, (2, 3), generator=generator)
-
-
-def pair_of(
-    *methods: str,
-    build: Callable[[], nn.Module] = Decoder,
-    synced: bool | None = None,
-    **options: Any,
-) -> Pair:
+def pair_of(*methods: str, synced: bool | None = None, **options: Any) -> Pair:
     """Return a pair whose sharded model has registered methods. Collective."""
-    pair = make_pair(build, UNITS, batch=some_tokens, **options)
+    pair = make_pair(Decoder, UNITS, batch=some_tokens, **options)
     for method in methods:
         register_fsdp_forward_method(pair.model, method, synced=synced)
     return pair
@@ -212,8 +212,7 @@ def test_gradients_through_a_registered_method_equal_unsharded(
         pair.step(lambda m, x, loss=loss: backward(loss(m, x)), zeros=True)
 
 
-CALLER = partial(  # calls methods of a nested wrapper inside the root's forward
-    made_of,
+CALLER = made_of(  # calls methods of a nested wrapper inside the root's forward
     lambda m, x: m.head(m.body.encode(m.body.generate(x, 2))),
     body=Decoder,
     head=partial(nn.Linear, DIM, 2),
@@ -242,23 +241,9 @@ def test_registered_method_of_a_nested_wrapper_works_inside_forward(
 # -- exceptions
 
 
-class Stops(Decoder):
-    """Raises in the call and the layer that ``stop`` names."""
-
-    stop: int = -1
-
-    def generate(self, tokens: Tensor, num_new: int) -> Tensor:
-        for number, more in enumerate(self.sampled(tokens, num_new)):
-            if number == self.stop:
-                self.layers[1](self.embed(tokens))
-                raise ValueError("enough")
-            tokens = more
-        return tokens
-
-
 @on_ranks(3)
 def test_an_exception_in_a_synced_method_on_one_rank_leaves_the_others_running() -> None:
-    pair = pair_of("generate", build=Stops, use_orig_params=True)
+    pair = pair_of("generate", use_orig_params=True)
     plain, model, rank, own = pair.plain, pair.model, pair.rank, tokens(pair.rank)
     for stopping, stop in ((1, 0), (0, 1), (2, 2)):
         model.module.stop = stop if rank == stopping else -1
@@ -397,9 +382,7 @@ def test_sharded_parameters_raise_outside_forward(use_orig_params: bool) -> None
     pair.step(as_a_user=True)
 
 
-SCALE = partial(
-    made_of, lambda m, x: x * m.scale, scale=lambda: nn.Parameter(torch.arange(1.0, 6.0))
-)
+SCALE = made_of(lambda m, x: x * m.scale, scale=lambda: nn.Parameter(torch.arange(1.0, 6.0)))
 
 
 @on_ranks(2)
@@ -429,12 +412,8 @@ USES: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
 }
 
 
-READS = partial(
-    made_of,
-    lambda m, x: USES[m.use][0](m.inner, m.outer(x)),
-    inner=Block,
-    outer=LINEAR,
-    use=lambda: "call",
+READS = made_of(
+    lambda m, x: USES[m.use][0](m.inner, m.outer(x)), inner=Block, outer=LINEAR, use=lambda: "call"
 )
 
 

@@ -56,7 +56,7 @@ def _recomputes_twice(reentrant: bool, m: Any, x: Tensor) -> Tensor:
 
 def _of_blocks(forward: Callable[..., Tensor], reentrant: bool) -> tuple[Any, ...]:
     parts = dict.fromkeys(("stem", "a", "b", "c"), Block)
-    return (partial(made_of, lambda m, x: forward(reentrant, m, x), **parts),)
+    return (made_of(lambda m, x: forward(reentrant, m, x), **parts),)
 
 
 def _recomputes_everything(reentrant: bool, m: nn.Module, x: Tensor) -> Tensor:

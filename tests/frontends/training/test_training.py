@@ -54,32 +54,25 @@ from tests.support.ranks import on_ranks
 FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID, HYBRID_ZERO2 = ShardingStrategy
 
 
-@each_value
-@both_forms
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-@on_ranks("num_ranks")
-def test_units_inside_of_units_train_as_unsharded_on_any_number_of_ranks(
-    num_ranks: int, use_orig_params: bool
-) -> None:
-    train(partial(Stack, 2, Outer), (Outer, Inner), use_orig_params=use_orig_params)
-
-
 @pytest.mark.parametrize(
-    ("strategy", "options"),
+    ("num_ranks", "strategy", "options"),
     [
-        (HYBRID, {"replicas": 2, "use_orig_params": False}),
-        (HYBRID_ZERO2, {"replicas": 2, "use_orig_params": True}),
-        (NO_SHARD, {}),
+        (1, FULL_SHARD, {}),
+        (2, FULL_SHARD, {"use_orig_params": True}),
+        (3, FULL_SHARD, {}),
+        (4, FULL_SHARD, {"use_orig_params": True}),
+        (4, HYBRID, {"replicas": 2}),
+        (4, HYBRID_ZERO2, {"replicas": 2, "use_orig_params": True}),
+        (4, NO_SHARD, {}),
     ],
-    ids=["two replicas", "two replicas, kept", "four replicas"],
 )
-@on_ranks(4)
-def test_replicas_train_as_unsharded_and_stay_bit_equal(
-    strategy: ShardingStrategy, options: dict[str, Any]
+@on_ranks("num_ranks")
+def test_units_inside_of_units_and_replicas_train_as_unsharded(
+    num_ranks: int, strategy: ShardingStrategy, options: dict[str, Any]
 ) -> None:
     build, units = partial(Stack, 2, Outer), (Outer, Inner)
     pair = train(build, units, sharding_strategy=strategy, **options)
-    for value in pair.model.state_dict().values():
+    for value in pair.model.state_dict().values():  # replicas stay bit-equal
         first = value.clone()
         dist.broadcast(first, 0)
         assert torch.equal(value, first)
@@ -93,14 +86,13 @@ def _many_dtypes(m: Any, x: Tensor) -> Tensor:
     return m.block(x) + 0.01 * m.codes.float().mean() + 0.001 * m.low.float().mean()
 
 
-MANY_DTYPES = partial(  # in one unit
-    made_of,
+MANY_DTYPES = made_of(  # in one unit
     _many_dtypes,
     block=Block,
     codes=lambda: nn.Parameter(torch.arange(-15, 15, 2, dtype=torch.int8), requires_grad=False),
     low=lambda: nn.Parameter(torch.randn(6).bfloat16()),
 )
-UNUSED = partial(made_of, lambda m, x: m.block(x), block=Block, spare=partial(nn.Linear, 3, 5))
+UNUSED = made_of(lambda m, x: m.block(x), block=Block, spare=partial(nn.Linear, 3, 5))
 SPARSE = partial(chain, partial(nn.Embedding, NUM_TOKENS, DIM, sparse=True), Block)
 
 
@@ -111,7 +103,7 @@ def _copies() -> nn.Module:
 
 def _parametrized(wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
     """The weight is computed from other parameters."""
-    unit = made_of(lambda m, x: m.linear(x).tanh(), linear=lambda: wrap(nn.Linear(DIM, DIM)))
+    unit = made_of(lambda m, x: m.linear(x).tanh(), linear=lambda: wrap(nn.Linear(DIM, DIM)))()
     # In training the power iteration depends on the number of calls.
     return unit.train(wrap is not parametrizations.spectral_norm)
 
@@ -206,15 +198,15 @@ def _scale_outputs(model: nn.Module) -> nn.Module:
 
 @each_value
 @both_forms
-@pytest.mark.parametrize("when", ["before wrapping", "before every step", "twice at once"])
+@pytest.mark.parametrize(("before_wrapping", "every_step"), [(1, 0), (0, 1), (0, 2)])
 @on_ranks(2)
-def test_an_instance_may_have_a_forward_of_its_own(when: str, use_orig_params: bool) -> None:
-    scales = when == "before wrapping"
-    pair = make_pair(
-        lambda: _scale_outputs(Stack()) if scales else Stack(), use_orig_params=use_orig_params
-    )
+def test_an_instance_may_have_a_forward_of_its_own(
+    before_wrapping: int, every_step: int, use_orig_params: bool
+) -> None:
+    build = (lambda: _scale_outputs(Stack())) if before_wrapping else Stack
+    pair = make_pair(build, use_orig_params=use_orig_params)
     for _ in range(2):
-        for _ in range({"before wrapping": 0, "before every step": 1, "twice at once": 2}[when]):
+        for _ in range(every_step):
             _scale_outputs(pair.plain)
             _scale_outputs(pair.model)
         forwards = [block.up.forward for block in pair.model.blocks]
