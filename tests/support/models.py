@@ -476,3 +476,22 @@ class Program(nn.Module):
 
 def _sum(values: Any) -> Any:
     return sum(values)
+
+
+# -- made of parts
+
+
+class Unit(nn.Module):
+    """A class for policies, of all that ``made_of`` returns."""
+
+
+def made_of(forward: Callable[..., Any], **makes: Callable[[], Any]) -> Callable[[], Unit]:
+    """Return what makes a module of these submodules, parameters or values, and a forward."""
+
+    def make() -> Unit:
+        module = type("Made", (Unit,), {"forward": forward})()
+        for name, part in makes.items():
+            setattr(module, name, part())
+        return module
+
+    return make

@@ -82,26 +82,15 @@ def mixed(m: nn.Module, **fields: Any) -> FSDP:
     return FSDP(m, mixed_precision=MixedPrecision(**fields))
 
 
-def half(m: nn.Module, **fields: Any) -> FSDP:
-    return mixed(m, param_dtype=HALF, **fields)
-
-
 def hybrid(m: nn.Module, group: Any = None, **arguments: Any) -> FSDP:
     return FSDP(m, group, HYBRID, **arguments)
 
 
-def tied(inside: bool) -> nn.Module:
-    """A module that shares a weight with one that is wrapped: inside it, or elsewhere."""
+def tied() -> nn.Module:
+    """A module that shares a weight with a wrapped one inside it."""
     first, second = nn.Linear(4, 4), nn.Linear(4, 4)
     second.weight = first.weight
-    wrapped = FSDP(first, use_orig_params=inside)
-    return nn.Sequential(wrapped, second) if inside else second
-
-
-def backward_after_summon(m: FSDP) -> None:
-    with FSDP.summon_full_params(m):
-        loss = loss_of(m)
-    loss.backward()
+    return nn.Sequential(FSDP(first, use_orig_params=True), second)
 
 
 def hook_after(call: Callable[[Any], object]) -> None:
@@ -178,29 +167,24 @@ def reshaped(value: Tensor) -> Any:
     return state_of(FSDP(nn.Linear(6, 3, bias=False)), SHARDED)["weight"]
 
 
-def optim_load(m: Any, o: Any, change: Callable[[Any], Any], kind: StateDictType = FULL) -> None:
+def optim_load(m: Any, o: Any, change: Callable[[Any], Any]) -> None:
     """Load the optimizer's state by names, after a change."""
-    with FSDP.state_dict_type(m, kind):
-        state = optim_state(m, o)
-        to_load(m, o, change(state) or state)
+    state = optim_state(m, o)
+    to_load(m, o, change(state) or state)
 
 
-def average_load(m: Any, o: Any, change: Any, kind: StateDictType = FULL) -> None:
-    def change_one(state: Any) -> None:
-        averages = state["state"]["layers.0.weight"]
-        averages["exp_avg"] = change(averages["exp_avg"])
-
-    optim_load(m, o, change_one, kind)
+def average_load(m: Any, o: Any, average: Tensor) -> None:
+    optim_load(m, o, lambda s: s["state"]["layers.0.weight"].update(exp_avg=average))
 
 
-def numbered_load(m: Any, o: Any, change: Callable[[Any, Any], Any]) -> None:
+def numbered_load(m: Any, o: Any, change: Callable[[Any], Any]) -> None:
     """Load the state of an unwrapped model's optimizer, by numbers, after a change."""
     plain = net()
     optimizer = adam(plain)
     loss_of(plain, 0).backward()
     optimizer.step()
     state = optimizer.state_dict()
-    change(state, state["param_groups"][0])
+    change(state)
     to_load(m, o, state)
 
 
@@ -235,11 +219,8 @@ PLAIN = [
         ("no parameters; ReLU", fsdp, nn.ReLU),
         ("wrapped model; Net", lambda m: FSDP(m.layers[0]), shard),
         ("already wrapped; Layer", fsdp, lambda: shard().layers[0].module),
-        ("FullyShardedDataParallel", lambda m: FSDP(m.module.layers), lambda: FSDP(net())),
-        ("Net; wrapped model", lambda m: FSDP(nn.Sequential(m.module.layers[0], Layer())), shard),
         ("ignored_modules; Fully", lambda m: FSDP(beside(m), ignored_modules=[m]), shard),
-        ("'weight'; another", fsdp, lambda: tied(inside=False)),
-        ("'1.weight'; another", fsdp, lambda: tied(inside=True)),
+        ("'1.weight'; another", fsdp, tied),
         ("MultiheadAttention", fsdp, lambda: nn.MultiheadAttention(4, 2).out_proj),
         ("NoReset; reset_parameters", fsdp, lambda: beside(nn.Linear(2, 2)).to("meta")),
         ("param_init_fn; meta", partial(fsdp, param_init_fn=id), lambda: net().to("meta")),
@@ -249,13 +230,10 @@ PLAIN = [
     )
 ]
 
-IN_GROUP_3 = on_layer({"process_group": 3})
 POLICIES: dict[str, Any] = {
     "'Lager'; nearest names, Layer": "Lager",
     "'Auto'; pass \"auto\"": "Auto",
     "a CustomPolicy; wrapping a Net; ModuleWrapPolicy({Layer})": Layer,
-    "ModuleWrapPolicy({Layer, Linear})": (Layer, nn.Linear),
-    "ModuleWrapPolicy(...)": ModuleWrapPolicy,
     "7; such as ModuleWrapPolicy(": 7,
     "'yes'; module 'layers.0', a Layer": on_layer("yes"),
     "auto_wrap_policy; nonwrapped_numel": lambda module: True,
@@ -267,7 +245,6 @@ POLICIES: dict[str, Any] = {
     "force_leaf_modules; {Layer}": by_size(force_leaf_modules=Layer),
     "exclude_wrap_modules; 'L'": by_size(exclude_wrap_modules={"L"}),
     "'no_such'": on_layer({"no_such": 1}),
-    "'module'": on_layer({"module": 1}),
     "sharding_strategy; 'none'": on_layer({"sharding_strategy": "none"}),
     "_run_policy; list": returning([Layer]),
     "_run_policy; Linear": returning({nn.Linear(2, 2): {}}),
@@ -284,17 +261,12 @@ PLAIN += cases(
     {
         "ModuleWrapPolicy; 'Layer'": lambda: ModuleWrapPolicy({"Layer"}),
         "CustomPolicy; 3": lambda: CustomPolicy(3),
-        "process_group; wrong type": lambda m: FSDP(m, mesh(2), auto_wrap_policy=IN_GROUP_3),
         "_run_policy; True": lambda m: FSDP(m, auto_wrap_policy=returning({m.layers[0]: True})),
         "process_group; device_mesh": lambda m: FSDP(m, world(), device_mesh=mesh(2)),
-        "ignored_modules; ignored_states": lambda m: FSDP(
-            m, ignored_modules=[m], ignored_states=[m]
-        ),
         "HYBRID_SHARD": lambda m: hybrid(m, world()),
         "HYBRID_SHARD; 3 dim": lambda m: hybrid(m, device_mesh=mesh(1, 1, 2)),
         "process_group; replica": lambda m: hybrid(m, (world(), world())),
         "FULL_SHARD; tuple": lambda m: FSDP(m, (world(), world())),
-        "process_group; tuple of 1": lambda m: hybrid(m, (world(),)),
         "process_group": lambda m: hybrid(m, (world(), None)),
         "process_group; destroyed": lambda m: FSDP(m, destroyed()),
         "device_mesh": lambda m: FSDP(m, device_mesh=world()),
@@ -302,13 +274,9 @@ PLAIN += cases(
         "cpu_offload; pass CPUOffload(offload_params=True)": partial(fsdp, cpu_offload=True),
         "offload_params; 'yes'": partial(fsdp, cpu_offload=CPUOffload("yes")),
         "mixed_precision; pass MixedPrecision(param_dtype=": partial(fsdp, mixed_precision=HALF),
-        "_module_classes_to_ignore": partial(half, _module_classes_to_ignore=Layer),
-        "_module_classes_to_ignore; ReLU": partial(half, _module_classes_to_ignore=[nn.ReLU()]),
-        "ignored_modules": lambda m: FSDP(m, ignored_modules=m.layers),
+        "_module_classes_to_ignore; ReLU": partial(mixed, _module_classes_to_ignore=[nn.ReLU()]),
         "ignored_states": lambda m: FSDP(m, ignored_states=m.frozen),
-        "ignored_modules; Parameter": lambda m: FSDP(m, ignored_modules=[*m.parameters()]),
         "ignored_states; 'frozen'": lambda m: FSDP(m, ignored_states=m.named_parameters()),
-        "ignored_states; Tensor": lambda m: FSDP(m, ignored_states=[m.offset]),
         "device_id=-1": partial(fsdp, device_id=-1),
     }
 )
@@ -327,7 +295,6 @@ if torch.accelerator.device_count() == 0:
 WRAPPED = cases(
     {
         "max_norm": lambda m: m.clip_grad_norm_(10**400),
-        "norm_type": lambda m: m.clip_grad_norm_(1.0, 10**400),
         "norm_type; '2'": lambda m: nn.utils.clip_grad_norm_(m.parameters(), 1.0, "2"),
         "hook; 3": lambda m: m.register_comm_hook(None, 3),
         "hook; (state, grad, output)": lambda m: m.register_comm_hook(None, lambda state, grad: 0),
@@ -342,17 +309,14 @@ WRAPPED = cases(
         "fsdp_modules; int": lambda: FSDP.fsdp_modules(3),
         "root_only; 'yes'": lambda m: FSDP.fsdp_modules(m, "yes"),
         "state_dict_type; 'full'": lambda m: sets(m, "full"),
-        "state_dict_type; FullStateDictConfig": lambda m: sets(m, config("Full")),
         "state_dict_config; StateDictConfig": lambda m: sets(m, FULL, {"rank0_only": True}),
         "rank0_only; 'yes'": lambda m: sets(m, FULL, config("Full", rank0_only="yes")),
-        "offload_to_cpu; 'cpu'": lambda m: sets(m, SHARDED, config("Sharded", "cpu")),
         "_use_dtensor": lambda m: sets(m, SHARDED, config("Sharded", _use_dtensor=True)),
         "optim_state_dict_config": lambda m: sets(m, FULL, None, config("Full")),
         "offload_to_cpu; 'False'": lambda m: sets(m, FULL, None, config("FullOptim", "False")),
         "set_state_dict_type; int": lambda: sets(3, FULL),
         "get_state_dict_type; int": lambda: of_type(3),
         "0 units; Net": lambda: of_type(net()),
-        "state_dict": lambda m: m.state_dict({}, "", False, 1),
         "destination": lambda m: m.state_dict({}, destination={}),
         "destination; list": lambda m: m.state_dict(destination=[]),
         "prefix; 3": lambda m: m.state_dict(prefix=3),
@@ -365,12 +329,10 @@ WRAPPED = cases(
         "optim_state_dict(model, optim; Adam": lambda m, o: optim_state(o, m),
         "Net; 0 units": lambda o: optim_state(net(), o),
         "optim_state_dict; NoneType": lambda m: optim_state(m, None),
-        "optim_state_dict; list": lambda m, o: optim_state(m, o, []),
         "'state'; 'param_groups'": lambda m, o: optim_state(m, o, {}),
         "99": lambda m, o: optim_state(
             m, o, {"state": {99: {}}, "param_groups": [{"params": [99]}]}
         ),
-        "optim_state_dict; 3": lambda m, o: optim_state(m, o, {**o.state_dict(), "state": {0: 3}}),
         "group; 3": lambda m, o: optim_state(m, o, None, 3),
         "optim_state_dict_to_load(model, optim, optim_state_dict)": lambda m, o: to_load(
             optim_state(m, o), m, o
@@ -378,17 +340,12 @@ WRAPPED = cases(
         "order of the arguments": lambda m, o: to_load(m, optim_state(m, o), o),
         "optimizer state dict; None or {}": lambda m, o: to_load(m, o, {}),
         "'param_groups'; 'state'": lambda m, o: to_load(m, o, m.state_dict()),
-        "Net; FullyShardedDataParallel": lambda m, o: to_load(
-            x := net(), adam(x), optim_state(m, o)
-        ),
         "process_group; int": lambda: ShardedGradScaler("cpu", process_group=3),
-        "scale(outputs); float": lambda s: s.scale(1.0),
         "scale(outputs); output['loss']": lambda s: s.scale({"loss": ones(())}),
         "scale(outputs); str": lambda s: s.scale([ones(()), "x"]),
         "scale(outputs); int64": lambda s: s.scale(ones((), dtype=torch.int64)),
         "unscale_; FullyShardedDataParallel": lambda s, m: s.unscale_(m),
         "step; FullyShardedDataParallel": lambda s, m: s.step(m),
-        "new_scale": lambda s: s.update(ones(1, requires_grad=True)),
         "new_scale; (2,)": lambda s: s.update(ones(2)),
         "new_scale; finite number > 0": lambda s: s.update(torch.tensor(nan)),
     }
@@ -400,9 +357,7 @@ WRAPPED += cases(
         "summon_full_params; clip": lambda m: summon(
             m, lambda: m.clip_grad_norm_(1), with_grads=True
         ),
-        "meta device; 'cpu' to 'meta'": lambda m: m.to("meta"),
         "'cpu' to 'meta'; meta device": lambda m: m.to_empty(device="meta"),
-        "device; 'cpu' to 'meta'; meta device": lambda m: nn.Sequential(m).to("meta"),
         "load; layers.0": lambda m: m.layers[0].module.load_state_dict(Layer().state_dict()),
         "layers.0": lambda m: m.layers[0].module.state_dict(),
         "optim_state_dict; summon_full_params": lambda m, o: summon(m, lambda: optim_state(m, o)),
@@ -411,9 +366,7 @@ WRAPPED += cases(
         "step; scale(loss)": lambda o: ShardedGradScaler("cpu").step(o),
         "update; scale(loss)": lambda: ShardedGradScaler("cpu").update(),
         "summon_full_params; ackward": lambda m: summon(m, loss_of(m).backward),
-        "summon_full_params": backward_after_summon,
         "summon_full_params; layers.1": lambda m: summon(m.layers[1], loss_of(m).backward),
-        "_full_params; layers.1": lambda m: summon(m.layers[1], lambda: loss_of(m).backward()),
         "no_sync; hook": lambda: hook_after(lambda m: no_sync(m, loss_of(m).backward)),
         "deepcopy; summon_full_params": lambda m: summon(m, lambda: copy.deepcopy(m)),
         "pickle; summon_full_params": lambda m: summon(m, lambda: pickle.dumps(m)),
@@ -433,27 +386,18 @@ WRAPPED += cases(
         "size mismatch; [3, 6]": lambda m: load(m, {"layers.0.weight": reshaped}, SHARDED),
         'Missing key; "layers.1.weight"': lambda m: load(m, without("layers.1.weight"), SHARDED),
         "[5] param; [6] param": lambda m, o: numbered_load(
-            m, o, lambda s, group: group["params"].pop()
+            m, o, lambda s: s["param_groups"][0]["params"].pop()
         ),
-        "[6, 0]": lambda m, o: numbered_load(
-            m, o, lambda s, _: s["param_groups"].append({"params": []})
-        ),
-        "99": lambda m, o: numbered_load(m, o, lambda s, _: s["state"].update({99: {}})),
-        "'layers.0.weight'; 'exp_avg'; (3, 4)": lambda m, o: average_load(
-            m, o, lambda v: ones(3, 4)
-        ),
-        "layers.0; 'exp_avg'; meta": lambda m, o: average_load(m, o, lambda v: v.to("meta")),
-        "layers.0; 'exp_avg'; (3, 6)": lambda m, o: average_load(m, o, reshaped, SHARDED),
+        "99": lambda m, o: numbered_load(m, o, lambda s: s["state"].update({99: {}})),
+        "'layers.0.weight'; 'exp_avg'; (3, 4)": lambda m, o: average_load(m, o, ones(3, 4)),
+        "layers.0; 'exp_avg'; meta": lambda m, o: average_load(m, o, ones(4, 4, device="meta")),
     }
     | {
         words: partial(optim_load, change=change)
         for words, change in {
-            "'state'; list": lambda s: {**s, "state": [1]},
-            "'param_groups'; dict": lambda s: {**s, "param_groups": {}},
             "'param_groups'; int": lambda s: {**s, "param_groups": [3]},
             "'params'; group 0": lambda s: {**s, "param_groups": [{"lr": 3}]},
             "'a.b'": lambda s: s["state"].update({"a.b": {"step": ones(2)}}),
-            "3; names": lambda s: s["state"].update({3: {}}),
             "'scale'; int": lambda s: s["state"].update({"scale": 3}),
         }.items()
     },
@@ -472,7 +416,6 @@ OTHERS: dict[tuple[type[Exception], ...], Table] = {
     },
     (UsageError, RuntimeError): {
         "state_dict_config; ShardedStateDict": lambda m: sets(m, SHARDED, config("Full")),
-        "ShardedOptimStateDictConfig": lambda m: sets(m, SHARDED, None, config("FullOptim")),
     },
     (UsageError, TypeError): {
         "prefixx": lambda m: m.state_dict(prefixx="a."),
@@ -495,7 +438,6 @@ WRAPPED += wrong(ShardedGradScaler, "device", "nonsense")
 WRAPPED += wrong(on_cpu, "init_scale", "2", 0, inf) + wrong(on_cpu, "backoff_factor", 1.0)
 WRAPPED += wrong(on_cpu, "growth_factor", 1) + wrong(on_cpu, "growth_interval", 0, 1.5)
 WRAPPED += wrong(on_cpu, "enabled", "no")
-WRAPPED += wrong(lambda s, new_scale: s.update(new_scale), "new_scale", 0.0, "2")
 
 
 # -- run on the ranks

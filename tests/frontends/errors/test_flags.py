@@ -13,7 +13,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor
 
 from fsdp_compat import (
     CPUOffload,
@@ -27,26 +27,21 @@ from fsdp_compat import (
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.sharded_grad_scaler import ShardedGradScaler
 from fsdp_compat.wrap import CustomPolicy
+from tests.support.models import DIM, Block, TwoHeads
 from tests.support.ranks import run_ranks
 
-FULL = StateDictType.FULL_STATE_DICT
+
+class Net(TwoHeads):
+    def extra_forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
 
 
-class Net(nn.Sequential):
-    def __init__(self, seed: int) -> None:
-        torch.manual_seed(seed)
-        super().__init__(nn.Linear(4, 3), nn.Linear(3, 2))
-
-    def encode(self, x: torch.Tensor) -> torch.Tensor:
-        return self[0](x)
-
-
-def _with_flags(folder: Path, yes: Any, no: Any) -> dict[str, Any]:
+def _with_flags(folder: Path, yes: Any, no: Any) -> list[Any]:
     """Return the results of every function that takes flags, on this rank."""
-    rank = dist.get_rank()
-    model = FSDP(
-        Net(rank),
-        auto_wrap_policy=CustomPolicy(lambda module: yes if isinstance(module, nn.Linear) else no),
+    torch.manual_seed(dist.get_rank())
+    model: Any = FSDP(
+        Net(),
+        auto_wrap_policy=CustomPolicy(lambda module: yes if isinstance(module, Block) else no),
         cpu_offload=CPUOffload(yes),
         mixed_precision=MixedPrecision(
             torch.bfloat16,
@@ -60,40 +55,33 @@ def _with_flags(folder: Path, yes: Any, no: Any) -> dict[str, Any]:
         use_orig_params=yes,
         allow_unused_units=no,
     )
-    optimizer = torch.optim.Adam(model.parameters())
-    found: dict[str, Any] = {
-        "units": len(FSDP.fsdp_modules(model)),
-        "roots": len(FSDP.fsdp_modules(model, root_only=yes)),
-    }
-    register_fsdp_forward_method(model, "encode", synced=no)
-    found["encode"] = model.encode(torch.ones(1, 4)).float().tolist()
-    output = model(torch.ones(1, 4))
-    found["dtypes"] = str(output.dtype)
-    output.sum().backward()
-    found["grads"] = {str(p.grad.dtype) for p in model.parameters() if p.grad is not None}
+    optimizer, x = torch.optim.Adam(model.parameters()), torch.ones(1, DIM)
+    found = [len(FSDP.fsdp_modules(model)), len(FSDP.fsdp_modules(model, root_only=yes))]
+    register_fsdp_forward_method(model, "extra_forward", synced=no)
+    outputs = model.extra_forward(x), *model(x)
+    sum(output.sum() for output in outputs).backward()
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    found += [
+        [output.float().tolist() for output in outputs],
+        {t.dtype for t in (*outputs, *grads)},
+    ]
     with FSDP.summon_full_params(
         model, recurse=yes, writeback=no, rank0_only=yes, offload_to_cpu=no, with_grads=no
     ):
-        found["shown"] = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        found.append({name: tuple(p.shape) for name, p in model.named_parameters()})
         next(model.parameters()).data.fill_(7.0)
     optimizer.step()
-    with FSDP.state_dict_type(
-        model, FULL, FullStateDictConfig(no, yes), FullOptimStateDictConfig(no, rank0_only=yes)
-    ):
-        state, states = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
-    found["state"], found["states"] = (
-        {name: value.tolist() for name, value in state.items()},
-        sorted(states.get("state", {})),
-    )
-    found["older"] = sorted(
-        FSDP.full_optim_state_dict(model, optimizer, rank0_only=yes).get("state", {})
-    )
+    configs = FullStateDictConfig(no, yes), FullOptimStateDictConfig(no, rank0_only=yes)
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, *configs):
+        found += [{name: value.tolist() for name, value in model.state_dict().items()}]
+        found += [sorted(FSDP.optim_state_dict(model, optimizer).get("state", {}))]
+    older = FSDP.full_optim_state_dict(model, optimizer, rank0_only=yes)
     whole = FSDP.full_optim_state_dict(model, optimizer, rank0_only=no)
     fresh = torch.optim.Adam(model.parameters())
     FSDP.optim_state_dict_to_load(model, fresh, whole, is_named_optimizer=no, load_directly=yes)
-    found["loaded directly"] = len(fresh.state)
-    found["not loaded"] = model.load_state_dict({}, strict=no, assign=yes).missing_keys
-    found["scaler"] = [ShardedGradScaler("cpu", enabled=flag).is_enabled() for flag in (yes, no)]
+    found += [sorted(older.get("state", {})), len(fresh.state)]
+    found += [model.load_state_dict({}, strict=no, assign=yes).missing_keys]
+    found += [ShardedGradScaler("cpu", enabled=flag).is_enabled() for flag in (yes, no)]
     saved = checkpoint.save(folder, model, optimizer, step=1, progress=no)
     checkpoint.load(saved, model, optimizer, progress=no)
     return found

@@ -3,11 +3,11 @@ raise: an error on every rank, after which the model trains. And what looks odd,
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import pickle
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -18,10 +18,11 @@ from torch import Tensor, nn, ones
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat import ShardingStrategy
+from fsdp_compat import ShardingStrategy, StateDictType
 from fsdp_compat.errors import StateError, UsageError
 from fsdp_compat.sharded_grad_scaler import ShardedGradScaler
 from fsdp_compat.wrap import CustomPolicy, enable_wrap, wrap
+from tests.support.cases import about
 from tests.support.parity import both_forms
 from tests.support.ranks import on_ranks
 from tests.support.refusals import (
@@ -32,7 +33,6 @@ from tests.support.refusals import (
     adam,
     assert_four_facts,
     batch,
-    by_rank,
     caught,
     difference,
     loss_of,
@@ -46,7 +46,6 @@ from tests.support.refusals import (
     step,
     summon,
 )
-from tests.support.sampling import TEST_ALL
 
 HYBRID, NO_SHARD = ShardingStrategy.HYBRID_SHARD, ShardingStrategy.NO_SHARD
 
@@ -88,94 +87,82 @@ def added_to(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value + 1 for name, value in state.items()}
 
 
-def step_with(model: FSDP, optimizer: Any, place: str, call: Callable[[], object]) -> Outcome:
-    """Step with a call inside the forward or the backward of a module."""
+@contextlib.contextmanager
+def calling(
+    model: FSDP, place: str, call: Call, given: dict[str, Any], *, catches: bool
+) -> Iterator[list[Outcome]]:
+    """Call inside the forward or the backward of a module."""
+    found: list[Outcome] = []
+
+    def act(grad: Tensor | None = None) -> None:
+        if catches:
+            found.append(caught(call, given))
+        else:
+            call(**given)
 
     def inside(module: nn.Module, args: object, output: Tensor) -> None:
         if place.startswith("forward"):
-            call()
+            act()
         elif output.requires_grad:
-            output.register_hook(lambda grad: (call(), None)[1])
+            output.register_hook(act)
 
     handle = PLACES[place][0](model).register_forward_hook(inside)
-    outcome = caught(partial(step, model, optimizer))
+    yield found
     handle.remove()
-    return outcome
 
 
-def in_passes(place: str) -> dict[str, tuple[Outcome, Outcome]]:
-    """Return the outcome inside, where it was caught, and of the pass, where it was not."""
-    return {name: in_pass(place, INSIDE[name][0]) for name in chosen_inside(place)}
-
-
-def in_pass(place: str, call: Call) -> tuple[Outcome, Outcome]:
-    model = shard(use_orig_params=PLACES[place][1])
-    optimizer, found = sgd(model), list[Outcome]()
-    given = {"m": model, "o": optimizer}
-    goes_on = step_with(model, optimizer, place, lambda: found.append(caught(call, given)))
-    found[0].wrong = str(goes_on) if goes_on.kinds else difference(model, 1)
-    raised = step_with(model, optimizer, place, lambda: call(**given))
-    after = caught(partial(step, model, optimizer))
-    raised.wrong = str(after) if after.kinds else difference(model, 2)
-    dist.barrier()
-    return found[0], raised
-
-
-def chosen_inside(place: str) -> list[str]:
-    """By default each call is in one forward and in one backward."""
-    return list(INSIDE) if TEST_ALL else list(INSIDE)[list(PLACES).index(place) % 2 :: 2]
-
-
-@pytest.mark.parametrize(
-    ("place", "name"), [(place, name) for place in PLACES for name in chosen_inside(place)]
-)
-def test_call_during_forward_or_backward_raises_and_the_pass_completes(
-    place: str, name: str
-) -> None:
-    found = [outcomes[name] for outcomes in by_rank(in_passes, place)]
-    for outcome in (outcome for pair in found for outcome in pair):
-        wanted = {"StateError", "RuntimeError", INSIDE[name][1].__name__}
-        assert wanted <= set(outcome.kinds), outcome
-        assert not outcome.wrong, outcome
-    for inside, _ in found:
-        assert_four_facts(inside.message)
-        assert name.split()[0] in inside.message and place.split()[0] in inside.message
-        assert inside.message == found[0][0].message
+@pytest.mark.parametrize("place", PLACES)
+@on_ranks(2)
+def test_call_during_forward_or_backward_raises_and_the_pass_completes(place: str) -> None:
+    """Each call is in one forward and in one backward, where its error is caught and is not."""
+    for name, (call, kind) in list(INSIDE.items())[list(PLACES).index(place) % 2 :: 2]:
+        model, messages = shard(use_orig_params=PLACES[place][1]), [""] * 2
+        optimizer = sgd(model)
+        given = {"m": model, "o": optimizer}
+        with about(name):
+            with calling(model, place, call, given, catches=True) as found:
+                step(model, optimizer)
+            assert {"StateError", "RuntimeError", kind.__name__} <= set(found[0].kinds), found
+            assert_four_facts(found[0].message)
+            for word in (name.split()[0], place.split()[0]):
+                assert word in found[0].message
+            dist.all_gather_object(messages, found[0].message)
+            assert messages[0] == messages[1]
+            assert not difference(model, 1)
+            with calling(model, place, call, given, catches=False), pytest.raises(StateError):
+                step(model, optimizer)
+            step(model, optimizer)
+            assert not difference(model, 2)
 
 
 # -- groups and meshes without this rank, and none at all
 
 OUTSIDE: dict[str, Call] = {
-    "process_group": lambda m, alone: FSDP(m, alone),
+    "process_group": lambda m, alone, mine: FSDP(m, alone),
     "a tuple of groups": lambda m, alone, mine: FSDP(m, (alone, mine), HYBRID),
-    "device_mesh": lambda m: FSDP(m, device_mesh=DeviceMesh("cpu", [0])),
-    "a scaler": lambda alone: ShardedGradScaler("cpu", process_group=alone),
+    "device_mesh": lambda m, alone, mine: FSDP(m, device_mesh=DeviceMesh("cpu", [0])),
+    "a scaler": lambda m, alone, mine: ShardedGradScaler("cpu", process_group=alone),
 }
 
 
-def outside() -> dict[str, Outcome]:
+@on_ranks(2)
+def test_rank_outside_the_group_gets_a_clear_error() -> None:
     """The rank inside wraps a module of its own."""
     alone, pair = dist.new_group([0]), dist.new_group([0, 1])
     each, _ = dist.new_subgroups_by_enumeration([[0], [1]])
-    found = {}
     for name, call in OUTSIDE.items():
         module = net()
         before = snapshot(module)
-        given = {"m": module, "alone": alone, "mine": pair if dist.get_rank() else each}
-        found[name] = caught(call, given)
-        assert dist.get_rank() == 0 or snapshot(module) == before, name
+        with about(name):
+            if dist.get_rank() == 0:
+                call(module, alone, each)
+            else:
+                with pytest.raises(UsageError, match=r"is not (a member of|in) the") as error:
+                    call(module, alone, pair)
+                assert_four_facts(str(error.value))
+                assert snapshot(module) == before
         dist.barrier()
     ShardedGradScaler("cpu", process_group=alone, enabled=False)  # needs no group
-    return found
-
-
-@pytest.mark.parametrize("name", OUTSIDE)
-def test_rank_outside_the_group_gets_a_clear_error(name: str) -> None:
-    inside, outcome = (outcomes[name] for outcomes in by_rank(outside))
-    assert not inside.kinds, inside
-    assert "UsageError" in outcome.kinds, outcome
-    assert re.search("is not (a member of|in) the process group", outcome.message)
-    assert_four_facts(outcome.message)
 
 
 def test_missing_process_group_error_names_the_remedy() -> None:
@@ -215,28 +202,22 @@ AFTER: dict[str, Call] = {
 }
 
 
-def after_destruction(used_before: bool) -> dict[str, Outcome]:
+@pytest.mark.parametrize("used_before", [False, True])
+@on_ranks(2, group_timeout=5)
+def test_model_works_or_raises_after_its_process_group_is_destroyed(used_before: bool) -> None:
     model = shard()
     given = {"m": model, "o": adam(model)}
     if used_before:
         step(model, given["o"])
     dist.barrier()
     dist.destroy_process_group()
-    return {name: caught(call, given) for name, call in AFTER.items()}
-
-
-@pytest.mark.parametrize("name", AFTER)
-@pytest.mark.parametrize("used_before", [False, True])
-def test_model_works_or_raises_after_its_process_group_is_destroyed(
-    used_before: bool, name: str
-) -> None:
-    for outcomes in by_rank(after_destruction, used_before, limit_s=5):
-        outcome = outcomes[name]
+    for name, call in AFTER.items():
+        outcome = caught(call, given)
         assert outcome.kinds or name != "another model"
         if outcome.kinds:
             assert "FsdpCompatError" in outcome.kinds, outcome
             assert_four_facts(outcome.message)
-            assert "init_process_group" in outcome.message
+            assert "init_process_group" in outcome.message, name
 
 
 # -- functions of the user's that raise
@@ -264,70 +245,63 @@ def step_with_a_hook_that_raises(m: nn.Module) -> None:
     step(model)
 
 
-RAISING: dict[str, Call] = {  # of ``m``, a module, or ``w``, the same wrapped model in all
-    "auto_wrap_policy": lambda m: FSDP(m, auto_wrap_policy=raises),
-    "CustomPolicy": lambda m: FSDP(m, auto_wrap_policy=CustomPolicy(raises)),
-    "param_init_fn": lambda m: FSDP(m.to("meta"), param_init_fn=raises),
-    "ignored_modules": lambda m: FSDP(m, ignored_modules=(raises() for _ in range(1))),
-    "wrap": wrap_with_one_that_raises,
-    "register_comm_hook": step_with_a_hook_that_raises,
-    "apply": lambda w: w.apply(raises),
-    "summon_full_params": lambda w: summon(w, raises),
-    "no_sync": lambda w: no_sync(w, raises),
+RAISING: dict[str, Call] = {  # of a module, and of the same wrapped model in all
+    "auto_wrap_policy": lambda m, w: FSDP(m, auto_wrap_policy=raises),
+    "CustomPolicy": lambda m, w: FSDP(m, auto_wrap_policy=CustomPolicy(raises)),
+    "param_init_fn": lambda m, w: FSDP(m.to("meta"), param_init_fn=raises),
+    "ignored_modules": lambda m, w: FSDP(m, ignored_modules=(raises() for _ in range(1))),
+    "wrap": lambda m, w: wrap_with_one_that_raises(m),
+    "register_comm_hook": lambda m, w: step_with_a_hook_that_raises(m),
+    "apply": lambda m, w: w.apply(raises),
+    "summon_full_params": lambda m, w: summon(w, raises),
+    "no_sync": lambda m, w: no_sync(w, raises),
 }
 
 
-def with_functions_that_raise() -> dict[str, Outcome]:
-    model, found = shard(), {}
+@on_ranks(2)
+def test_exceptions_of_user_functions_propagate_unchanged() -> None:
+    model = shard()
     for name, call in RAISING.items():
-        found[name] = caught(call, {"m": net(), "w": model})
+        with about(name), pytest.raises(Odd):
+            call(net(), model)
         dist.barrier()
     step(model)
     assert not difference(model, 1)
-    return found
-
-
-@pytest.mark.parametrize("name", RAISING)
-def test_exceptions_of_user_functions_propagate_unchanged(name: str) -> None:
-    for outcomes in by_rank(with_functions_that_raise):
-        assert outcomes[name].kinds[:1] == ("Odd",)
 
 
 # -- allowed, although it looks odd
 
 
 @both_forms
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @on_ranks(2)
-def test_a_model_wrapped_without_gradients_trains(use_orig_params: bool) -> None:
-    for mode in (torch.no_grad, torch.inference_mode):
-        module = net()
-        with mode():
-            model = shard(module, use_orig_params=use_orig_params)
-        step(model)
-        assert not difference(model, 1)
+def test_a_model_wrapped_without_gradients_trains(mode: Any, use_orig_params: bool) -> None:
+    module = net()
+    with mode():
+        model = shard(module, use_orig_params=use_orig_params)
+    step(model)
+    assert not difference(model, 1)
 
 
 @both_forms
+@pytest.mark.parametrize("kind", [FULL, SHARDED])
 @on_ranks(2)
-def test_values_loaded_while_gradients_wait_leave_them(use_orig_params: bool) -> None:
-    moved = added_to(reference(0))
-    plain = net()
-    optimizer = sgd(plain)
+def test_values_loaded_while_gradients_wait_leave_them(
+    kind: StateDictType, use_orig_params: bool
+) -> None:
+    moved, plain = added_to(reference(0)), net()
     for _ in range(2):
         torch.stack([loss_of(plain, rank) for rank in range(2)]).mean().backward()
         plain.load_state_dict(moved)
-    optimizer.step()
-    for kind in (FULL, SHARDED):
-        model = shard(use_orig_params=use_orig_params)
-        optimizer = sgd(model)
-        with FSDP.state_dict_type(model, kind):
-            no_sync(model, loss_of(model).backward)
-            if kind is SHARDED:
-                model.load_state_dict(model.state_dict())
-            model.load_state_dict(moved)
-        loss_of(model).backward()
-        optimizer.step()
-        assert not difference(model, plain.state_dict())
+    sgd(plain).step()
+    model = shard(use_orig_params=use_orig_params)
+    with FSDP.state_dict_type(model, kind):
+        no_sync(model, loss_of(model).backward)
+        model.load_state_dict(model.state_dict())
+        model.load_state_dict(moved)
+    loss_of(model).backward()
+    sgd(model).step()
+    assert not difference(model, plain.state_dict())
 
 
 @both_forms
@@ -341,10 +315,8 @@ def test_freezing_inside_forward_persists_or_raises(use_orig_params: bool) -> No
     handle = module.layers[1].register_forward_pre_hook(freeze)
     model = shard(module, use_orig_params=use_orig_params)
     before = state_of(model)["layers.1.weight"]
-    try:
-        for _ in range(3):
-            step(model)
-    except StateError as error:
-        assert_four_facts(str(error))
+    outcomes = [caught(partial(step, model)) for _ in range(3)]
+    if outcomes[0].kinds:
+        assert_four_facts(outcomes[0].message)
     else:
         assert torch.equal(before, state_of(model)["layers.1.weight"])

@@ -4,7 +4,6 @@ raises afterwards."""
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,46 +17,20 @@ from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import MixedPrecision, ShardingStrategy, StateError
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.beside_torch import assert_as_torch, trained
-from tests.support.models import DIM
-from tests.support.parity import (
-    Pair,
-    assert_same_values,
-    both_forms,
-    seeded,
-    vectors,
-)
+from tests.support.models import DIM, Block, Shifted, chain
+from tests.support.parity import Pair, assert_same_values, both_forms, seeded, vectors
 from tests.support.ranks import on_ranks
 
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.norm = nn.Linear(DIM, DIM), nn.BatchNorm1d(DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.linear(x)).relu()
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks, self.head = nn.Sequential(Block(), Block()), nn.Linear(DIM, 3)
-        self.register_buffer("scale", torch.full((3,), 0.7))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.blocks(x)) * self.scale
-
-
-def network() -> Net:
-    return seeded(Net)
+# With a buffer, and batch norms in the root unit.
+NETWORK = partial(chain, Shifted, partial(nn.BatchNorm1d, DIM), Block, partial(nn.Linear, DIM, 3))
 
 
 def batch(dtype: torch.dtype) -> Tensor:
-    return torch.randn(4, DIM, generator=torch.Generator().manual_seed(1)).to(dtype)
+    return vectors(torch.Generator().manual_seed(1)).to(dtype)
 
 
-def wrapped(inner: nn.Module, **options: Any) -> FSDP:
-    return FSDP(inner, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
+def wrapped(**options: Any) -> FSDP:
+    return FSDP(seeded(NETWORK), auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
 
 
 def trains(plain: nn.Module, model: nn.Module, dtype: torch.dtype) -> None:
@@ -69,39 +42,33 @@ def trains(plain: nn.Module, model: nn.Module, dtype: torch.dtype) -> None:
     pair.assert_state_equal()
 
 
-CONVERSIONS: list[tuple[Callable[[nn.Module], nn.Module], torch.dtype]] = [
-    (lambda m: m.double(), torch.float64),
-    (lambda m: m.bfloat16(), torch.bfloat16),
-    (lambda m: m.to(torch.float64), torch.float64),
-    (lambda m: m.to("cpu", torch.float64), torch.float64),
-    (lambda m: m.half().double(), torch.float64),  # rounded once
-    (lambda m: m.double().float(), torch.float32),
-]
+CONVERSIONS: dict[str, tuple[Callable[[nn.Module], nn.Module], torch.dtype, str]] = {
+    "double": (lambda m: m.double(), torch.float64, "FULL_SHARD"),
+    "bfloat16": (lambda m: m.bfloat16(), torch.bfloat16, "SHARD_GRAD_OP"),
+    "to": (lambda m: m.to("cpu", torch.float64), torch.float64, "NO_SHARD"),
+    "rounded once": (lambda m: m.half().double(), torch.float64, "FULL_SHARD"),
+    "and back": (lambda m: m.double().float(), torch.float32, "SHARD_GRAD_OP"),
+}
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("how", CONVERSIONS)
 @on_ranks("num_ranks")
-def test_new_model_trains_in_the_dtype_it_is_converted_to(num_ranks: int) -> None:
-    strategies = itertools.cycle(list(ShardingStrategy)[:3])
-    for (convert, dtype), strategy in zip(CONVERSIONS, strategies, strict=False):
-        plain = network()
-        model = wrapped(network(), use_orig_params=True, sharding_strategy=strategy)
-        before = list(model.parameters())
-        assert convert(model) is model
-        assert list(map(id, model.parameters())) == list(map(id, before)), (
-            "an optimizer made before goes on working"
-        )
-        assert {p.dtype for p in model.parameters()} == {dtype}
-        convert(plain)
-        assert [b.dtype for b in model.buffers()] == [b.dtype for b in plain.buffers()]
-        state, expected = model.state_dict(), plain.state_dict()
-        assert_same_values(state, expected, "converted value", 0.0)
-        assert [v.dtype for v in state.values()] == [v.dtype for v in expected.values()]
-        trains(plain, model, dtype)
+def test_new_model_trains_in_the_dtype_it_is_converted_to(num_ranks: int, how: str) -> None:
+    convert, dtype, strategy = CONVERSIONS[how]
+    plain = convert(seeded(NETWORK))
+    model = wrapped(use_orig_params=True, sharding_strategy=ShardingStrategy[strategy])
+    before = list(map(id, model.parameters()))
+    assert convert(model) is model
+    assert list(map(id, model.parameters())) == before, "an optimizer made before goes on working"
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    assert [b.dtype for b in model.buffers()] == [b.dtype for b in plain.buffers()]
+    assert_same_values(model.state_dict(), plain.state_dict(), "converted value", 0.0)
+    trains(plain, model, dtype)
 
 
-def _converts(models: list[Any], library: Any, model: Any) -> None:
-    models.append(model.bfloat16())
+def _converts(library: Any, model: Any) -> None:
+    model.bfloat16()
 
 
 def _low_vectors(generator: torch.Generator) -> Tensor:
@@ -109,27 +76,21 @@ def _low_vectors(generator: torch.Generator) -> Tensor:
 
 
 @both_forms
-@on_ranks(2)
-def test_training_after_a_conversion_is_bit_equal_to_torch(use_orig_params: bool) -> None:
-    """Dtypes that mixed precision sets take precedence over the dtype of the shards."""
-    for precision in (
+@pytest.mark.parametrize(
+    "precision",
+    [
         {},
         {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
         {"param_dtype": torch.float32},
-    ):
-        models: list[Any] = []
-        options = {"precision": precision, "use_orig_params": use_orig_params}
-        prepare = partial(_converts, models)
-        assert_as_torch(partial(trained, prepare=prepare, batch=_low_vectors, **options), precision)
-        handle, group = models[0]._handle, models[1]._unit.groups[0]
-        theirs = handle._orig_param_dtype, handle._fwd_bwd_param_dtype, handle._reduce_dtype
-        ours = models[1]._handle._orig_param_dtype, group.gather_dtype, group.reduce_dtype
-        assert ours == theirs
-        # torch says it in forward, and not where parameters are cast
-        for model in models[1:] if precision else models:
-            with pytest.raises(ValueError):
-                model.double()
-                model(batch(torch.float64)).sum().backward()
+    ],
+)
+@on_ranks(2)
+def test_training_after_a_conversion_is_bit_equal_to_torch(
+    precision: dict[str, Any], use_orig_params: bool
+) -> None:
+    """Dtypes that mixed precision sets take precedence over the dtype of the shards."""
+    options = {"precision": precision, "use_orig_params": use_orig_params}
+    assert_as_torch(partial(trained, prepare=_converts, batch=_low_vectors, **options))
 
 
 @both_forms
@@ -137,11 +98,10 @@ def test_training_after_a_conversion_is_bit_equal_to_torch(use_orig_params: bool
 def test_mixed_precision_and_buffers_follow_a_conversion(use_orig_params: bool) -> None:
     """Buffers are still cast, without loss; batch norms compute in their own new dtype."""
     precision = MixedPrecision(param_dtype=torch.float32, buffer_dtype=torch.bfloat16)
-    model = wrapped(network(), use_orig_params=use_orig_params, mixed_precision=precision).double()
-    assert model.module.scale.dtype == torch.bfloat16
-    assert model.blocks[0].module.norm.running_mean.dtype == torch.float64
+    model = wrapped(use_orig_params=use_orig_params, mixed_precision=precision).double()
+    assert [b.dtype for b in model.buffers()] == [torch.bfloat16, *[torch.float64] * 2, torch.int64]
     state = model.state_dict()
-    assert torch.equal(state["scale"], torch.full((3,), 0.7).double())
+    assert torch.equal(state["0.shift"], seeded(NETWORK)[0].shift.double())
     assert {value.dtype for value in state.values()} == {torch.float64, torch.int64}
     model(batch(torch.float32)).sum().backward()
     assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float64}
@@ -150,7 +110,7 @@ def test_mixed_precision_and_buffers_follow_a_conversion(use_orig_params: bool) 
 @both_forms
 @on_ranks(2)
 def test_model_that_has_run_rejects_a_conversion_and_still_trains(use_orig_params: bool) -> None:
-    model = wrapped(network(), use_orig_params=use_orig_params)
+    model = wrapped(use_orig_params=use_orig_params)
     with (
         pytest.raises(StateError, match=r"inside summon_full_params, where"),
         FSDP.summon_full_params(model),
@@ -158,11 +118,7 @@ def test_model_that_has_run_rejects_a_conversion_and_still_trains(use_orig_param
         model.half()
     model(batch(torch.float32)).sum().backward()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    for convert in (
-        lambda: model.half(),
-        lambda: model.to(torch.float64),
-        lambda: model.blocks[0].bfloat16(),
-    ):
+    for convert in (model.half, partial(model.to, torch.float64), model[2].bfloat16):
         with pytest.raises(ValueError, match="before the first forward"):
             convert()
     model.float()
@@ -173,7 +129,7 @@ def test_model_that_has_run_rejects_a_conversion_and_still_trains(use_orig_param
 
 @on_ranks(2)
 def test_conversion_on_one_rank_raises_on_all_ranks() -> None:
-    model = wrapped(network())
+    model = wrapped()
     with pytest.raises(StateError, match="conversion"):
         model.half() if dist.get_rank() == 0 else model.state_dict()
 
@@ -181,8 +137,8 @@ def test_conversion_on_one_rank_raises_on_all_ranks() -> None:
 @both_forms
 @on_ranks(2)
 def test_a_converted_model_can_be_copied_and_wrapped_again(use_orig_params: bool) -> None:
-    inner = FSDP(network(), use_orig_params=use_orig_params).double()
-    copied, plain = copy.deepcopy(inner), network().double()
+    inner = FSDP(seeded(NETWORK), use_orig_params=use_orig_params).double()
+    copied = copy.deepcopy(inner)
     around = FSDP(nn.Sequential(inner, nn.Linear(3, 3).double()), use_orig_params=use_orig_params)
     around(batch(torch.float64)).sum().backward()
-    trains(plain, copied, torch.float64)
+    trains(seeded(NETWORK).double(), copied, torch.float64)

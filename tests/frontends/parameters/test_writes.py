@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import ShardingStrategy
-from tests.support.models import Block, chain
+from tests.support.models import Block, chain, made_of
 from tests.support.parity import make_pair
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.same_host import COPIED, MAPPED, MESSAGES
 
 WIDTH = 48  # shards of several pages
@@ -37,8 +37,7 @@ def batch() -> Tensor:
     return torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH) * (1 + dist.get_rank())
 
 
-def in_every_way(function: Callable[..., Any], *args: Any) -> list[list[Any]]:
-    return [run_ranks(2, function, *args, environment=environment) for environment in WAYS]
+in_every_way = pytest.mark.parametrize("environment", WAYS, ids=["mapped", "copied", "messages"])
 
 
 # -- to unsharded parameters
@@ -52,22 +51,35 @@ def by_numpy(weight: Tensor) -> None:
     weight.detach().numpy()[0, 0] = 3.0
 
 
-def sees_a_write(strategy: str, write: Callable[[Tensor], None]) -> list[list[bool]]:
+@in_every_way
+@pytest.mark.parametrize("write", [by_data, by_numpy])
+@pytest.mark.parametrize(
+    ("strategy", "inner", "root"),
+    [
+        (FULL, [True, False, False, False], [True, True, False, False]),
+        (KEPT, [True, True, False, False], [True, True, False, False]),
+        (NONE, [True, True, True, True], [True, True, True, True]),
+    ],
+)
+@on_ranks(2)
+def test_a_write_in_forward_lasts_until_its_unit_is_resharded(
+    strategy: str,
+    inner: list[bool],
+    root: list[bool],
+    write: Callable[[Tensor], None],
+    environment: dict[str, str],
+) -> None:
     """Whether a layer of the first unit, and one of the root, have what one forward has written:
     in that forward, in its backward, in the next forward, and whether a shard has it."""
     model = wrapped(strategy)
-    found = []
-    for layer in (next(m for m in model.module[0].modules() if isinstance(m, nn.Linear)), model[2]):
+    for layer, expected in ((model.module[0].module.up, inner), (model[2], root)):
         seen: list[bool] = []
 
         def look(module: nn.Module, *_: object, seen: list[bool] = seen) -> None:
             seen.append(module.weight[0, 0].item() == 3.0)
 
-        def write_first(module: nn.Module, *_: object) -> None:
-            write(module.weight)
-
         handles = [
-            layer.register_forward_pre_hook(write_first),
+            layer.register_forward_pre_hook(lambda module, _: write(module.weight)),
             layer.register_forward_hook(look),
             layer.register_full_backward_pre_hook(look),
         ]
@@ -78,24 +90,7 @@ def sees_a_write(strategy: str, write: Callable[[Tensor], None]) -> list[list[bo
         for handle in handles:
             handle.remove()
         is_kept = any((parameter == 3.0).any() for parameter in model.parameters())
-        found.append([*seen[:3], is_kept])
-    return found
-
-
-@pytest.mark.parametrize("write", [by_data, by_numpy])
-@pytest.mark.parametrize(
-    ("strategy", "inner", "root"),
-    [
-        (FULL, [True, False, False, False], [True, True, False, False]),
-        (KEPT, [True, True, False, False], [True, True, False, False]),
-        (NONE, [True, True, True, True], [True, True, True, True]),
-    ],
-)
-def test_a_write_in_forward_lasts_until_its_unit_is_resharded(
-    strategy: str, inner: list[bool], root: list[bool], write: Callable[[Tensor], None]
-) -> None:
-    for found in in_every_way(sees_a_write, strategy, write):
-        assert found == [[inner, root]] * 2
+        assert [*seen[:3], is_kept] == expected
 
 
 def differentiates_again(strategy: str) -> list[Tensor]:
@@ -117,7 +112,7 @@ def differentiates_again(strategy: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("strategy", [FULL, KEPT])
 def test_the_neighbours_of_a_written_element_never_go_stale(strategy: str) -> None:
-    one, *others = in_every_way(differentiates_again, strategy)
+    one, *others = (run_ranks(2, differentiates_again, strategy, environment=way) for way in WAYS)
     for other in others:
         for mine, theirs in zip(one, other, strict=True):
             assert all(map(torch.equal, mine, theirs))
@@ -126,28 +121,10 @@ def test_the_neighbours_of_a_written_element_never_go_stale(strategy: str) -> No
 # -- to sharded parameters
 
 
-def steps_between(strategy: str, fused: bool, retains: bool) -> str:
-    """The error of a backward after a step of the optimizer. retains: the first backward comes
-    before the step, and a second one after it."""
-    model = wrapped(strategy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
-    for _ in range(2):  # as in plain training
-        model(batch()).sum().backward()
-        optimizer.step()
-    loss = model(batch()).pow(2).sum()
-    if retains:
-        loss.backward(retain_graph=True)
-    optimizer.step()
-    try:
-        loss.backward()
-    except (RuntimeError, AssertionError) as error:
-        return str(error)
-    return ""
-
-
 IN_PLACE = "modified by an inplace operation"
 
 
+@in_every_way
 @pytest.mark.parametrize(
     ("strategy", "fused", "retains", "message"),
     [
@@ -158,25 +135,33 @@ IN_PLACE = "modified by an inplace operation"
         (NONE, False, False, IN_PLACE),
     ],
 )
+@on_ranks(2)
 def test_a_step_between_forward_and_backward_is_refused(
-    strategy: str, fused: bool, retains: bool, message: str
+    strategy: str, fused: bool, retains: bool, message: str, environment: dict[str, str]
 ) -> None:
-    for found in in_every_way(steps_between, strategy, fused, retains):
-        assert all(message in each for each in found)
+    """retains: a first backward comes before the step."""
+    model = wrapped(strategy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+    for _ in range(2):  # as in plain training
+        model(batch()).sum().backward()
+        optimizer.step()
+    loss = model(batch()).pow(2).sum()
+    if retains:
+        loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises((RuntimeError, AssertionError), match=message):
+        loss.backward()
 
 
-class Adversaries(nn.Module):
-    """A generator and a discriminator in one unit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator, self.discriminator = Block(WIDTH), Block(WIDTH)
-
-    def forward(self, x: Tensor, which: str) -> Tensor:
-        return getattr(self, which)(x)
+# A generator and a discriminator in one unit.
+ADVERSARIES = made_of(
+    lambda m, x, which: getattr(m, which)(x),
+    generator=partial(Block, WIDTH),
+    discriminator=partial(Block, WIDTH),
+)
 
 
-def train_adversaries(model: nn.Module, inner: Adversaries, batches: list[Tensor]) -> None:
+def train_adversaries(model: nn.Module, inner: Any, batches: list[Tensor]) -> None:
     """The discriminator's optimizer steps between the generator's forward and backward."""
     first = torch.optim.AdamW(inner.generator.parameters(), lr=0.01)
     second = torch.optim.AdamW(inner.discriminator.parameters(), lr=0.01)
@@ -190,15 +175,15 @@ def train_adversaries(model: nn.Module, inner: Adversaries, batches: list[Tensor
         first.step()
 
 
-def trains_adversaries(strategy: str) -> None:
+@in_every_way
+@pytest.mark.parametrize("strategy", [FULL, KEPT])
+@on_ranks(2)
+def test_a_step_of_parameters_that_the_graph_has_not_saved_is_legitimate(
+    strategy: str, environment: dict[str, str]
+) -> None:
     strategies = {"sharding_strategy": ShardingStrategy[strategy]}
-    pair = make_pair(Adversaries, auto_wrap_policy=None, use_orig_params=True, **strategies)
+    pair = make_pair(ADVERSARIES, auto_wrap_policy=None, use_orig_params=True, **strategies)
     batches = [torch.randn(3, WIDTH) for _ in range(3)]  # the same on all ranks
     train_adversaries(pair.plain, pair.plain, batches)
     train_adversaries(pair.model, pair.model.module, batches)
     pair.assert_state_equal()
-
-
-@pytest.mark.parametrize("strategy", [FULL, KEPT])
-def test_a_step_of_parameters_that_the_graph_has_not_saved_is_legitimate(strategy: str) -> None:
-    in_every_way(trains_adversaries, strategy)

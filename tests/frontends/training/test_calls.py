@@ -3,6 +3,8 @@ several models, with nested or modified tensors, for losses that forward does no
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,7 +15,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp_compat import CPUOffload, ShardingStrategy, StateError
-from tests.support.models import DIM, Block, Named, Record, Reuse, Stack, TwoHeads, chain, frozen
+from tests.support.models import (
+    DIM,
+    Block,
+    Named,
+    Record,
+    Reuse,
+    Stack,
+    TwoHeads,
+    Unit,
+    chain,
+    frozen,
+    made_of,
+)
 from tests.support.pairwise import each_value, pairwise
 from tests.support.parity import (
     GRADIENT_MODES,
@@ -30,161 +44,7 @@ from tests.support.parity import (
 )
 from tests.support.ranks import on_ranks
 
-# -- how often, and which part
-
-
-class Halves(nn.Module):
-    """Each call uses one half of the parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
-
-    def forward(self, x: Tensor, second: bool) -> Tensor:
-        return self.b(x).tanh() if second else self.a(x).tanh()
-
-
-class HalvesInTurn(nn.Module):
-    """One unit runs twice, each time using other parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.halves, self.block = Halves(), Block()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.halves(self.block(self.halves(x, False)), True)
-
-
-class Recursive(nn.Module):
-    """A unit that calls itself, and uses its parameters afterwards."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(DIM, DIM)
-
-    def forward(self, x: Tensor, depth: int = 3) -> Tensor:
-        inner = self(x * 0.5, depth - 1) if depth else 0
-        return self.linear(x + inner).tanh() + inner
-
-
-class NestedIO(nn.Module):
-    """Inputs and outputs in a dataclass, a dict, a named tuple and a list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
-
-    def forward(self, record: Record) -> Record:
-        x = record.value["x"]
-        return Record({"x": self.a(x).tanh(), "extra": Named(self.b(x), [x * 2, None, 3])}, "out")
-
-
-class NestedChain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = NestedIO(), NestedIO()
-
-    def forward(self, x: Tensor) -> Record:
-        return self.b(self.a(Record({"x": x * 1})))
-
-
-class ChangesItsInput(Block):
-    """Modifies its input in place: a hook on that tensor would be lost."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x.mul_(0.5)
-        return super().forward(x)
-
-
-class ChangesOutputs(Stack):
-    """Modifies the outputs of its units in place."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-            x.add_(1).mul_(0.7)
-        return self.head(x)
-
-
-class ChangesActivations(nn.Module):
-    """Adds a parameter to an activation in place: they must not share a version counter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.bias, self.b = (
-            nn.Linear(DIM, DIM, bias=False),
-            nn.Parameter(torch.zeros(DIM)),
-            nn.Linear(DIM, DIM),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(F.relu_(self.a(x).add_(self.bias)))
-
-
-class TakesContext(nn.Module):
-    """An attribute brings in a tensor with a gradient; the last weight on its path is frozen."""
-
-    context: Tensor | None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.own, self.frozen = nn.Linear(DIM, DIM), frozen(lambda: nn.Linear(DIM, DIM))
-        self.context = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.own(x).tanh() + self.frozen(self.context)
-
-
-class GivesContext(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.source, self.user, self.tail = Block(), TakesContext(), Block()
-        self._users = [self.user]  # the module itself: a wrapper does not forward assignments
-
-    def forward(self, x: Tensor) -> Tensor:
-        self._users[0].context = self.source(x)
-        out = self.tail(self.user(x))
-        self._users[0].context = None
-        return out
-
-
-class LossAside(nn.Module):
-    """Stores a loss of its own as an attribute."""
-
-    aux: Tensor | None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.a(x).tanh()
-        self.aux = self.b(hidden).pow(2).mean()
-        return hidden * 1
-
-
-class LossAsideFromNone(LossAside):
-    """The attribute exists from the beginning, as None."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.aux = None
-
-
-class LossElsewhere(LossAside):
-    """Lets a function put its loss into a list that forward does not name."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = super().forward(x)
-        _keep(self.__dict__.pop("aux"))
-        return hidden
-
-
-def _keep(loss: Tensor) -> None:
-    elsewhere.append(loss)
-
-
+LINEAR = partial(nn.Linear, DIM, DIM)
 elsewhere: list[Tensor] = []
 
 
@@ -195,36 +55,97 @@ class Given:
         self.tensors = list(tensors)
 
 
-class Tables(nn.Module):
-    """Returns a parameter and views of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(DIM, DIM))
-        self.fixed = nn.Parameter(torch.randn(DIM), requires_grad=False)
-
-    def forward(self) -> Any:
-        t = self.table
-        return (
-            t,
-            {"rows": t[1:3], "all": [t.T, t[None].expand(2, DIM, DIM), t]},
-            Given(t.detach(), self.fixed),
-        )
+def inner(unit: nn.Module) -> Any:
+    """Return the module itself: a wrapper does not forward assignments."""
+    return getattr(unit, "module", unit)
 
 
-class UsesTables(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tables, self.block = Tables(), Block()
+# -- forwards of units, and around them
 
-    def forward(self, x: Tensor) -> Tensor:
-        table, views, given = self.tables()
-        of_views = views["rows"].sum() + sum(view.pow(2).mean() for view in views["all"])
-        return self.block(x @ table) * of_views * given.tensors[0].sum() + given.tensors[1].mean()
+
+def _recursive(m: Any, x: Tensor, depth: int = 3) -> Tensor:
+    """Calls itself, and uses its parameters afterwards."""
+    deeper = m(x * 0.5, depth - 1) if depth else 0
+    return m.a(x + deeper).tanh() + deeper
+
+
+def _nested(m: Any, record: Record) -> Record:
+    """Inputs and outputs in a dataclass, a dict, a named tuple and a list."""
+    x = record.value["x"]
+    return Record({"x": m.a(x).tanh(), "extra": Named(m.b(x), [x * 2, None, 3])}, "out")
+
+
+def _changes_outputs(m: Any, x: Tensor) -> Tensor:
+    for unit in (m.a, m.b):
+        x = unit(x)
+        x.add_(1).mul_(0.7)
+    return x
+
+
+def _gives_context(m: Any, x: Tensor) -> Tensor:
+    """An attribute brings in a tensor with a gradient; the last weight on its path is frozen."""
+    inner(m.user).context = m.source(x)
+    out = m.tail(m.user(x))
+    inner(m.user).context = None
+    return out
+
+
+def _leaves_loss(m: Any, x: Tensor) -> Tensor:
+    """The loss is in an attribute."""
+    hidden = m.a(x).tanh()
+    m.aux = m.b(hidden).pow(2).mean()
+    return hidden * 1
+
+
+def _leaves_loss_elsewhere(m: Any, x: Tensor) -> Tensor:
+    """The loss is in a list that this function does not name."""
+    hidden = m.a(x).tanh()
+    _keep(m.b(hidden).pow(2).mean())
+    return hidden * 1
+
+
+def _keep(loss: Tensor) -> None:
+    elsewhere.append(loss)
+
+
+def _tables(m: Any) -> Any:
+    """A parameter and views of it."""
+    t = m.table
+    views = {"rows": t[1:3], "all": [t.T, t[None].expand(2, DIM, DIM), t]}
+    return t, views, Given(t.detach(), m.fixed)
+
+
+def _uses_tables(m: Any, x: Tensor) -> Tensor:
+    table, views, given = m.tables()
+    of_views = views["rows"].sum() + sum(view.pow(2).mean() for view in views["all"])
+    return m.block(x @ table) * of_views * given.tensors[0].sum() + given.tensors[1].mean()
+
+
+HALVES = made_of(lambda m, x, second: (m.b if second else m.a)(x).tanh(), a=LINEAR, b=LINEAR)
+USES_CONTEXT = made_of(
+    lambda m, x: m.own(x).tanh() + m.frozen(m.context), own=LINEAR, frozen=partial(frozen, LINEAR)
+)
+ADDS_IN_PLACE = made_of(  # a parameter to an activation: they must not share a version counter
+    lambda m, x: m.b(F.relu_(m.a(x).add_(m.bias))),
+    a=partial(nn.Linear, DIM, DIM, bias=False),
+    bias=lambda: nn.Parameter(torch.zeros(DIM)),
+    b=LINEAR,
+)
+TABLES = made_of(
+    _tables,
+    table=lambda: nn.Parameter(torch.randn(DIM, DIM)),
+    fixed=lambda: nn.Parameter(torch.randn(DIM), requires_grad=False),
+)
+RETURNS_PARAMETERS = made_of(_uses_tables, tables=TABLES, block=Block)
+NESTED = made_of(_nested, a=LINEAR, b=LINEAR)
+LOSSES = partial(chain, *[made_of(_leaves_loss, a=LINEAR, b=LINEAR)] * 3)
+
+
+# -- tensors that leave a forward in other ways than by being returned
 
 
 class LeavesAside(Block):
-    """Lets a hidden tensor leave as ``how`` says, and a view of a parameter as well."""
+    """Lets a tensor leave as ``how`` says, and a view of a parameter, or a product of both."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -233,71 +154,59 @@ class LeavesAside(Block):
         self.register_buffer("memory", torch.zeros(4, DIM), persistent=False)
         if how == "a hook":
             hooked: list[Tensor] = []
-            self.kept_by_hook = lambda: hooked[-1]
+            self.hooked = lambda: hooked[-1]
             self.up.register_forward_hook(lambda module, args, output: hooked.append(output))
 
     def forward(self, x: Tensor, given: Given, into: Tensor) -> Tensor:
-        hidden, weight = self.down(self.up(x).tanh()), self.up.weight[:1].mean(1)
+        left = [self.down(self.up(x).tanh()), self.up.weight[:1]]
+        product = left[0] * left[1]
         if self.how == "an argument":
-            given.tensors.append(hidden * weight)
+            given.tensors = left
         elif self.how == "a tensor that is an argument":
-            into[:] = hidden * weight
+            into[:] = product
         elif self.how == "an object in an attribute":
-            self.given.tensors = [hidden, self.up.weight[:1]]
+            self.given.tensors = left
         elif self.how == "a list in an attribute":
-            self.kept[0] = Given(hidden, self.up.weight[:1])
+            self.kept[0] = Given(*left)
         elif self.how == "a dict without tensors, at first":
-            self.later["hidden"] = hidden * weight if x.requires_grad else None
+            self.later["product"] = product if x.requires_grad else None
         elif self.how == "a buffer":
-            self.memory = hidden * weight
+            self.memory = product
         elif self.how == "a global list":
-            elsewhere.append(hidden * weight)
+            elsewhere.append(product)
         return super().forward(x)
 
 
-class LeftAside(nn.Module):
-    """Computes its output from what its blocks leave aside, not from what they return."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.how = how
-        self.blocks = nn.ModuleList(LeavesAside(how) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        given, left = Given(), []
-        for block in self.blocks:
-            into = torch.zeros_like(x)
-            if self.how == "a dict without tensors, at first":
-                block(x.detach(), given, into)
-                x = x.clone().requires_grad_()
-            x = block(x, given, into)
-            inner = getattr(block, "module", block)
-            left.append(
-                {
-                    "an argument": lambda: given.tensors[-1],
-                    "a tensor that is an argument": lambda into=into: into,
-                    "an object in an attribute": lambda b=inner: (
-                        b.given.tensors[0] * b.given.tensors[1].mean()
-                    ),
-                    "a list in an attribute": lambda b=inner: (
-                        b.kept[0].tensors[0] * b.kept[0].tensors[1].mean()
-                    ),
-                    "a dict without tensors, at first": lambda b=inner: b.later["hidden"],
-                    "a buffer": lambda b=inner: b.memory,
-                    "a global list": lambda: elsewhere.pop(),
-                    "a hook": lambda b=inner: b.kept_by_hook()[:, :DIM],
-                }[self.how]()
-            )
-        return left[0] + left[1].tanh()
+WHERE: dict[str, Callable[[Any, Given, Tensor], list[Tensor]]] = {
+    "an argument": lambda m, given, into: given.tensors,
+    "a tensor that is an argument": lambda m, given, into: [into],
+    "an object in an attribute": lambda m, *_: m.given.tensors,
+    "a list in an attribute": lambda m, *_: m.kept[0].tensors,
+    "a dict without tensors, at first": lambda m, *_: [m.later["product"]],
+    "a buffer": lambda m, *_: [m.memory],
+    "a global list": lambda *_: [elsewhere.pop()],
+    "a hook": lambda m, *_: [m.hooked()[:, :DIM]],
+}
 
 
-WAYS_ASIDE = ("an argument", "a tensor that is an argument", "an object in an attribute")
-WAYS_ASIDE += ("a list in an attribute", "a dict without tensors, at first")
-WAYS_ASIDE += ("a buffer", "a global list", "a hook")
+def _uses_what_was_left(m: Any, x: Tensor) -> Tensor:
+    given, found = Given(), []
+    for block in (m.a, m.b):
+        how, into = inner(block).how, torch.zeros_like(x)
+        if how == "a dict without tensors, at first":
+            block(x.detach(), given, into)
+            x = x.clone().requires_grad_()
+        x = block(x, given, into)
+        found.append(functools.reduce(operator.mul, WHERE[how](inner(block), given, into)))
+    return found[0] + found[1].tanh()
 
 
-def _two_forwards_one_backward(m: nn.Module, x: Tensor) -> Tensor:
-    return backward(square(m, x) + 2 * square(m, x * 0.5))
+def _left_aside(how: str) -> tuple[Any, ...]:
+    make = partial(LeavesAside, how)
+    return made_of(_uses_what_was_left, a=make, b=make), (LeavesAside,)
+
+
+# -- steps
 
 
 def _two_forwards_two_backwards(m: nn.Module, x: Tensor) -> Tensor:
@@ -305,22 +214,10 @@ def _two_forwards_two_backwards(m: nn.Module, x: Tensor) -> Tensor:
     return backward(first) + backward(second)
 
 
-def _forward_on_the_detached_output(m: nn.Module, x: Tensor) -> Tensor:
-    return backward(square(m, F.pad(m(x).detach(), (0, DIM - 3))))
-
-
-def _through_one_output(m: nn.Module, x: Tensor) -> Tensor:
-    return backward(m(x)[0].pow(2).mean())
-
-
 def _through_outputs_in_turn(m: nn.Module, x: Tensor) -> Tensor:
     left, right = m(x)
     left.pow(2).mean().backward(retain_graph=True)
     return backward(right.pow(2).mean())
-
-
-def _square_of_a_nested_output(m: nn.Module, x: Tensor) -> Tensor:
-    return backward(m(x).value["extra"].first.pow(2).mean())
 
 
 def _evaluates_between(mode: str, m: nn.Module, x: Tensor) -> Tensor:
@@ -337,8 +234,7 @@ def _begins_in_inference_mode(m: nn.Module, x: Tensor) -> Tensor:
 
 
 def _output_and_attribute(m: nn.Module, x: Tensor) -> Tensor:
-    y = m(x)
-    return backward(y.pow(2).mean() + m[1].aux)
+    return backward(square(m, x) + m[1].aux)
 
 
 def _attributes_alone(m: nn.Module, x: Tensor) -> Tensor:
@@ -357,39 +253,63 @@ def _with_and_without_the_root(m: nn.Module, x: Tensor) -> Tensor:
     return loss + one_backward(m, x)
 
 
-LOSSES = partial(chain, *[LossAside] * 3)
 CASES: dict[str, tuple[Any, ...]] = {  # for train()
     "a unit runs twice, on its own output": (partial(Reuse, True),),
     "a unit runs twice, in parallel": (partial(Reuse, False),),
-    "a unit uses other parameters in each call": (HalvesInTurn, (Halves, Block)),
-    "a unit calls itself": (partial(chain, Recursive, Block), (Recursive, Block)),
-    "two forwards, one backward": (Stack, (Block,), _two_forwards_one_backward),
+    "a unit uses other parameters in each call": (
+        made_of(
+            lambda m, x: m.halves(m.block(m.halves(x, False)), True),
+            halves=HALVES,
+            block=Block,
+        ),
+        (Unit, Block),
+    ),
+    "a unit calls itself": (
+        partial(chain, made_of(_recursive, a=LINEAR), Block),
+        (Unit, Block),
+    ),
+    "two forwards, one backward": (
+        Stack,
+        (Block,),
+        lambda m, x: backward(square(m, x) + 2 * square(m, x * 0.5)),
+    ),
     "two forwards, two backwards": (Stack, (Block,), _two_forwards_two_backwards),
     "two backwards over one graph": (Stack, (Block,), two_backwards),
-    "forward on the detached output": (Stack, (Block,), _forward_on_the_detached_output),
-    "one of two outputs": (TwoHeads, (Block,), _through_one_output),
-    "outputs in turn": (TwoHeads, (Block,), _through_outputs_in_turn),
-    "nested inputs and outputs": (NestedChain, (NestedIO,), _square_of_a_nested_output),
-    "an input modified in place": (partial(Stack, 3, ChangesItsInput), (ChangesItsInput,)),
-    "outputs modified in place": (ChangesOutputs,),
-    "activations modified in place": (
-        partial(chain, ChangesActivations, ChangesActivations),
-        (ChangesActivations,),
+    "forward on the detached output": (
+        Stack,
+        (Block,),
+        lambda m, x: one_backward(m, F.pad(m(x).detach(), (0, DIM - 3))),
     ),
-    "a tensor by an attribute": (GivesContext, (Block, TakesContext)),
+    "one of two outputs": (TwoHeads, (Block,), lambda m, x: backward(m(x)[0].pow(2).mean())),
+    "outputs in turn": (TwoHeads, (Block,), _through_outputs_in_turn),
+    "nested inputs and outputs": (
+        made_of(lambda m, x: m.b(m.a(Record({"x": x * 1}))), a=NESTED, b=NESTED),
+        (Unit,),
+        lambda m, x: backward(m(x).value["extra"].first.pow(2).mean()),
+    ),
+    "an input modified in place": (  # a hook on that tensor would be lost
+        partial(Stack, 3, made_of(lambda m, x: m.block(x.mul_(0.5)), block=Block)),
+        (Unit,),
+    ),
+    "outputs modified in place": (made_of(_changes_outputs, a=Block, b=Block),),
+    "activations modified in place": (partial(chain, ADDS_IN_PLACE, ADDS_IN_PLACE), (Unit,)),
+    "a tensor by an attribute": (
+        made_of(_gives_context, source=Block, user=USES_CONTEXT, tail=Block),
+        (Block, Unit),
+    ),
     "no_grad before backward": (Stack, (Block,), partial(_evaluates_between, "no_grad")),
     "inference before backward": (Stack, (Block,), partial(_evaluates_between, "inference_mode")),
     "inference first": (Stack, (Block,), _begins_in_inference_mode),
-    "a loss in an attribute": (LOSSES, (LossAside,), _output_and_attribute),
-    "losses in attributes alone": (LOSSES, (LossAside,), _attributes_alone),
+    "a loss in an attribute": (LOSSES, (Unit,), _output_and_attribute),
+    "losses in attributes alone": (LOSSES, (Unit,), _attributes_alone),
     "a loss in an attribute that was None": (
-        partial(chain, *[LossAsideFromNone] * 3),
-        (LossAsideFromNone,),
+        partial(chain, *[made_of(_leaves_loss, a=LINEAR, b=LINEAR, aux=lambda: None)] * 3),
+        (Unit,),
         _output_and_attribute,
     ),
-    "a unit that returns parameters": (UsesTables, (Tables, Block)),
-    "units in one that returns parameters": (UsesTables, (UsesTables, Block)),
-    **{f"tensors leave by {how}": (partial(LeftAside, how), (LeavesAside,)) for how in WAYS_ASIDE},
+    "a unit that returns parameters": (RETURNS_PARAMETERS, (Unit, Block)),
+    "units in one that returns parameters": (RETURNS_PARAMETERS, (Block,)),
+    **{f"tensors leave by {how}": _left_aside(how) for how in WHERE},
     "units without their root": (Stack, (Block,), _with_and_without_the_root),
     "a forward before backward": (Stack, (Block,), partial(_evaluates_between, "grad")),
 }
@@ -411,13 +331,14 @@ def test_however_units_are_called_training_equals_unsharded(
 
 
 KEPT = {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
+LEAVES_ELSEWHERE = made_of(_leaves_loss_elsewhere, a=LINEAR, b=LINEAR)
 
 
 @both_forms
 @on_ranks(2)
 def test_a_loss_in_a_list_works_where_parameters_stay_whole(use_orig_params: bool) -> None:
     options = {**KEPT, "use_orig_params": use_orig_params}
-    train(partial(chain, *[LossElsewhere] * 3), (LossElsewhere,), _losses_in_a_list, **options)
+    train(partial(chain, *[LEAVES_ELSEWHERE] * 3), (Unit,), _losses_in_a_list, **options)
 
 
 @both_forms
@@ -432,8 +353,8 @@ def test_a_loss_in_a_list_works_where_parameters_stay_whole(use_orig_params: boo
 def test_a_loss_in_a_list_is_an_error_where_it_cannot_work(
     num_units: int, options: Any, error: Any, message: str, use_orig_params: bool
 ) -> None:
-    build = partial(chain, *[LossElsewhere] * num_units)
-    model = make_pair(build, (LossElsewhere,), use_orig_params=use_orig_params, **options).model
+    build = partial(chain, *[LEAVES_ELSEWHERE] * num_units)
+    model = make_pair(build, (Unit,), use_orig_params=use_orig_params, **options).model
     with pytest.raises(error, match=message):
         _losses_in_a_list(model, torch.randn(4, DIM))
         sgd(model.parameters()).step()

@@ -4,9 +4,8 @@ few recompilations and no graph breaks of ours."""
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -22,13 +21,11 @@ from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.models import Block, Recomputed, Stack
 from tests.support.parity import (
     Pair,
-    Step,
     assert_close,
     backward,
     make_pair,
     one_backward,
     seeded,
-    vectors,
 )
 from tests.support.ranks import on_ranks
 
@@ -81,9 +78,9 @@ def _inside_units(model: Any, **options: Any) -> Any:
     return model
 
 
-def _in_place(model: Any, **options: Any) -> Any:
+def _model_and_blocks(model: Any, **options: Any) -> Any:
     model.compile(**options)
-    return model
+    return _blocks(model, **options)
 
 
 def _recomputes_units(reentrant: bool, model: Any, x: Tensor) -> Tensor:
@@ -93,55 +90,36 @@ def _recomputes_units(reentrant: bool, model: Any, x: Tensor) -> Tensor:
     return backward(x.pow(2).mean())
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    before: Callable[..., Any] = _unchanged
-    after: Callable[..., Any] = _unchanged
-    use_orig_params: bool = False
-    strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD
-    backend: str = "aot_eager"
-    # One graph for both blocks, with and without gradients; a recompilation each is allowed.
-    most_graphs: int = 2 + 2
-    fullgraph: bool = True
-    make: Callable[[], nn.Module] = Block
-    steps: Sequence[Step] = (one_backward,)
-
-
-MODEL = Case(fullgraph=False, most_graphs=12)  # graphs are broken where units begin and end
-CASES = {
-    "blocks in wrappers": Case(before=_blocks_in_wrappers),
-    "blocks in place": Case(before=_blocks, strategy=ShardingStrategy.SHARD_GRAD_OP),
-    "by the default backend": Case(before=_blocks, backend="inductor", use_orig_params=True),
-    "inside of units": Case(after=_inside_units, use_orig_params=True),
-    "units": dataclasses.replace(MODEL, after=_blocks),
-    "blocks that recompute": Case(
-        before=_blocks, use_orig_params=True, fullgraph=False, make=partial(Recomputed, False)
-    ),
-    "blocks that are recomputed": Case(
-        before=_blocks, steps=[partial(_recomputes_units, reentrant) for reentrant in (True, False)]
-    ),
-    "the model in a wrapper": dataclasses.replace(MODEL, after=torch.compile),
-    "the model in place": dataclasses.replace(MODEL, after=_in_place, use_orig_params=True),
+BLOCKS, UNITS, KEPT = 4, 12, {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
+CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any], dict[str, Any], int]] = {
+    # how it is compiled before it is wrapped, and after; of FSDP; the most graphs: one for both
+    # blocks, with and without gradients, and a recompilation each; more where units break them
+    "blocks in wrappers": (_blocks_in_wrappers, _unchanged, {"use_orig_params": True}, BLOCKS),
+    "blocks in place": (_blocks, _unchanged, KEPT, BLOCKS),
+    "blocks that recompute": (_blocks, _unchanged, {"use_orig_params": True}, BLOCKS),
+    "blocks that are recomputed": (_blocks, _unchanged, {}, BLOCKS),
+    "inside of units": (_unchanged, _inside_units, {"use_orig_params": True}, BLOCKS),
+    "the model in a wrapper": (_unchanged, torch.compile, {}, UNITS),
+    "the model and units": (_unchanged, _model_and_blocks, {"use_orig_params": True}, UNITS),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 @on_ranks(2)
 def test_compiled_modules_train_as_unsharded(name: str) -> None:
-    case = CASES[name]
-    backend, build = Backend(case.backend), partial(Stack, 2, case.make)
-    options: dict[str, Any] = {"backend": backend, "fullgraph": case.fullgraph}
+    before, after, how, most_graphs = CASES[name]
+    recompute = name == "blocks that recompute"
+    build = partial(Stack, 2, partial(Recomputed, False) if recompute else Block)
+    backend = Backend("inductor" if before is _blocks_in_wrappers else "aot_eager")
+    options = {"backend": backend, "fullgraph": most_graphs == BLOCKS and not recompute}
+    recomputed = [partial(_recomputes_units, reentrant) for reentrant in (True, False)]
+    steps = itertools.cycle(recomputed if "are recomputed" in name else [one_backward])
     with empty_cache():
-        inner: Any = case.before(seeded(build), **options)
-        model = FSDP(
-            inner,
-            auto_wrap_policy=ModuleWrapPolicy({type(inner.blocks[0])}),
-            sharding_strategy=case.strategy,
-            use_orig_params=case.use_orig_params,
-        )
+        inner: Any = before(seeded(build), **options)
+        policy = ModuleWrapPolicy({type(inner.blocks[0])})
+        model = FSDP(inner, auto_wrap_policy=policy, **how)
         assert len(FSDP.fsdp_modules(model)) == 3
-        pair = Pair(seeded(build), case.after(model, **options))
-        steps = itertools.cycle(case.steps)
+        pair = Pair(seeded(build), after(model, **options))
         for _ in range(3):
             pair.step(next(steps))
         pair.compare_outputs()
@@ -150,7 +128,7 @@ def test_compiled_modules_train_as_unsharded(name: str) -> None:
             pair.step(next(steps))
         pair.compare_outputs()
         pair.assert_state_equal()
-        assert 1 <= first <= case.most_graphs, first
+        assert 1 <= first <= most_graphs, first
         assert backend.num_graphs - first <= 2, "compiled again and again"
 
 
@@ -169,19 +147,17 @@ def test_a_function_that_calls_the_model_may_be_compiled() -> None:
 
 @on_ranks(2)
 def test_compiled_blocks_compute_in_the_dtype_of_the_unit() -> None:
-    found = []
+    precision, found = MixedPrecision(param_dtype=torch.bfloat16), []
     for prepare in (_unchanged, _blocks):
         with empty_cache():
-            model = FSDP(
-                prepare(seeded(partial(Stack, 2)), backend="aot_eager", fullgraph=True),
-                auto_wrap_policy=ModuleWrapPolicy({Block}),
-                mixed_precision=MixedPrecision(param_dtype=torch.bfloat16),
+            pair = make_pair(
+                lambda prepare=prepare: prepare(Stack(2), backend="aot_eager", fullgraph=True),
+                mixed_precision=precision,
                 use_orig_params=True,
             )
-            x = vectors(torch.Generator().manual_seed(0))
-            for _ in range(3):
-                output = model(x)
+            for x in pair.batches() * 2:
+                output = pair.model(x)
                 output.float().pow(2).mean().backward()
-            found.append([output, *(p.grad for p in model.parameters() if p.numel())])
+            found.append([output, *(p.grad for p in pair.model.parameters() if p.numel())])
     for got, expected in zip(*found, strict=True):
         assert_close(got, expected, "output or gradient")

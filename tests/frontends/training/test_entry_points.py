@@ -17,9 +17,17 @@ from torch import Tensor, nn
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import MixedPrecision, ShardingStrategy, StateError, register_fsdp_forward_method
-from fsdp_compat._comm.transport import Kind
 from tests.support.cases import about
-from tests.support.models import encoder_layer
+from tests.support.models import (
+    DIM,
+    NUM_TOKENS,
+    Block,
+    Inner,
+    Outer,
+    chain,
+    encoder_layer,
+    made_of,
+)
 from tests.support.pairwise import each_value
 from tests.support.parity import (
     GRADIENT_MODES,
@@ -30,45 +38,28 @@ from tests.support.parity import (
     make_pair,
     sequences,
 )
+from tests.support.parity import tokens as some_tokens
 from tests.support.ranks import on_ranks
-
-DIM, NUM_TOKENS = 8, 13
+from tests.support.traffic import collectives
 
 FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID, HYBRID_ZERO2 = ShardingStrategy
-
-
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(DIM, 12), nn.Linear(12, DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.up(x).tanh())
-
-
-class Layer(nn.Module):
-    """A unit inside a unit, with a parameter between them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.mlp = nn.LayerNorm(DIM), Mlp()
-        self.scale = nn.Parameter(torch.tensor(0.7))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.scale * self.mlp(self.norm(x))
+UNITS, LINEAR = (Outer, Inner), partial(nn.Linear, DIM, DIM)
 
 
 class Decoder(nn.Module):
     """Generates like Hugging Face models: the inner module's method calls ``self`` in a loop."""
 
+    stop = -1
+
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(NUM_TOKENS, DIM)
-        self.layers = nn.ModuleList(Layer() for _ in range(3))
-        self.extra = Mlp()  # forward does not use it
+        self.layers = nn.ModuleList(Outer() for _ in range(3))
+        self.extra = Inner()  # forward does not use it
         self.head = nn.Linear(DIM, NUM_TOKENS)
 
     def encode(self, tokens: Tensor) -> Tensor:
+        """Encodes."""
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x)
@@ -77,9 +68,18 @@ class Decoder(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head(self.encode(tokens))
 
-    def generate(self, tokens: Tensor, num_new: int) -> Tensor:
+    def sampled(self, tokens: Tensor, num_new: int) -> Iterator[Tensor]:
         for _ in range(num_new):
             tokens = torch.cat([tokens, self(tokens)[:, -1:].argmax(-1)], -1)
+            yield tokens
+
+    def generate(self, tokens: Tensor, num_new: int) -> Tensor:
+        """Raises in the round that ``stop`` names, after the call of a unit."""
+        for number, more in enumerate(self.sampled(tokens, num_new)):
+            if number == self.stop:
+                self.layers[1](self.embed(tokens))
+                raise ValueError("enough")
+            tokens = more
         return tokens
 
     def other_order(self, tokens: Tensor, num_rounds: int) -> Tensor:
@@ -95,13 +95,8 @@ class Decoder(nn.Module):
         """Call units inside units without the outer ones, as ``which`` says."""
         x = self.embed(tokens)
         for number in map(int, which):
-            x = self.layers[number].mlp(x)
+            x = self.layers[number].first(x)
         return x
-
-    def sampled(self, tokens: Tensor) -> Iterator[Tensor]:
-        for _ in range(3):
-            tokens = torch.cat([tokens, self(tokens)[:, -1:].argmax(-1)], -1)
-            yield tokens
 
     def stages(self, tokens: Tensor, num_stages: int) -> Iterator[Tensor]:
         x = self.embed(tokens)
@@ -116,30 +111,22 @@ class Decoder(nn.Module):
         hidden = F.embedding(tokens, self.embed.weight) + self.head.bias.sum()
         return {"scores": hidden @ self.head.weight.T * scale, "norm": self.head.weight.norm()}
 
+    @staticmethod
+    def constant(x: Tensor) -> Tensor:
+        return x + 1
+
     @property
     def broken(self) -> Tensor:
         raise AttributeError("nothing of this name")
-
-
-UNITS = (Layer, Mlp)
 
 
 def tokens(seed: int = 0) -> Tensor:
     return some_tokens(torch.Generator().manual_seed(seed))
 
 
-def some_tokens(generator: torch.Generator) -> Tensor:
-    return torch.randint(NUM_TOKENS, (2, 3), generator=generator)
-
-
-def pair_of(
-    *methods: str,
-    build: Callable[[], nn.Module] = Decoder,
-    synced: bool | None = None,
-    **options: Any,
-) -> Pair:
+def pair_of(*methods: str, synced: bool | None = None, **options: Any) -> Pair:
     """Return a pair whose sharded model has registered methods. Collective."""
-    pair = make_pair(build, UNITS, batch=some_tokens, **options)
+    pair = make_pair(Decoder, UNITS, batch=some_tokens, **options)
     for method in methods:
         register_fsdp_forward_method(pair.model, method, synced=synced)
     return pair
@@ -148,19 +135,17 @@ def pair_of(
 # -- registered methods equal the unwrapped ones
 
 
-CASES = [  # number of ranks, strategy, synced, use_orig_params
-    (2, FULL_SHARD, None, False),
-    (2, SHARD_GRAD_OP, None, True),
-    (2, NO_SHARD, None, False),
-    (3, FULL_SHARD, None, False),
-    (3, FULL_SHARD, True, True),
-    (3, FULL_SHARD, False, False),
-    (4, HYBRID, None, True),
-    (4, HYBRID_ZERO2, None, False),
-]
-
-
-@pytest.mark.parametrize(("num_ranks", "strategy", "synced", "use_orig_params"), CASES)
+@pytest.mark.parametrize(
+    ("num_ranks", "strategy", "synced", "use_orig_params"),
+    [
+        (2, SHARD_GRAD_OP, None, True),
+        (2, NO_SHARD, None, False),
+        (3, FULL_SHARD, True, True),
+        (3, FULL_SHARD, False, False),
+        (4, HYBRID, None, True),
+        (4, HYBRID_ZERO2, None, False),
+    ],
+)
 @on_ranks("num_ranks")
 def test_a_registered_method_returns_what_it_returned_unwrapped(
     num_ranks: int, strategy: ShardingStrategy, synced: bool | None, use_orig_params: bool
@@ -168,8 +153,7 @@ def test_a_registered_method_returns_what_it_returned_unwrapped(
     """Each rank may make any number of calls in a synced method, as it is without gradients."""
     options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
     options |= {"replicas": 2} if num_ranks == 4 else {}
-    methods = ("generate", "other_order", "inner_units", "scores")
-    pair = pair_of(*methods, synced=synced, **options)
+    pair = pair_of("generate", "other_order", "inner_units", "scores", synced=synced, **options)
     plain, model, rank, own = pair.plain, pair.model, pair.rank, tokens(pair.rank)
     for mode, context in GRADIENT_MODES.items():
         model.train(mode == "grad")
@@ -178,8 +162,7 @@ def test_a_registered_method_returns_what_it_returned_unwrapped(
             number = (2, 0, 4, 1)[rank] if any_number else 3
             assert torch.equal(model.generate(own, number), plain.generate(own, num_new=number))
             number = (1, 3, 0, 2)[rank] if any_number else 2
-            got, expected = (m.other_order(own, number) for m in (model, plain))
-            assert_close(got, expected, "other_order")
+            assert_close(model.other_order(own, number), plain.other_order(own, number), "order")
             which = ("0212", "", "11", "2")[rank] if any_number else "0212"
             got, expected = (m.inner_units(own, which=which) for m in (model, plain))
             assert_close(got, expected, "inner_units")
@@ -194,19 +177,15 @@ def test_a_registered_method_returns_what_it_returned_unwrapped(
         assert torch.equal(model.generate(own, number), plain.generate(own, number))
 
 
-@pytest.mark.parametrize(("synced", "num_units"), [(False, 6), (True, 7)])
+@pytest.mark.parametrize(("synced", "num_units"), [(False, 9), (True, 10)])
 @on_ranks(2)
 def test_call_inside_a_synced_method_gathers_each_unit_once(synced: bool, num_units: int) -> None:
     """The root stays whole for all calls."""
     model = pair_of("generate", synced=synced).model
-    comms = {id(group.shard): group.shard for group in model._runtime.groups}.values()
     for num_calls in (1, 4):
-        for comm in comms:
-            comm.traffic.clear()
         with torch.no_grad():
-            model.generate(tokens(), num_calls)
-        count = sum(comm.traffic.counts[Kind.GATHER] for comm in comms)
-        assert count == 1 + num_calls * num_units
+            begun = collectives(model, partial(model.generate, tokens(), num_calls))
+        assert begun["GATHER"] == 1 + num_calls * num_units
 
 
 # -- gradients
@@ -233,16 +212,11 @@ def test_gradients_through_a_registered_method_equal_unsharded(
         pair.step(lambda m, x, loss=loss: backward(loss(m, x)), zeros=True)
 
 
-class Caller(nn.Module):
-    """Calls a method of a nested wrapper inside the root's forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = Decoder(), nn.Linear(DIM, 2)
-
-    def forward(self, x: Tensor, num_new: int = 2) -> Tensor:
-        x = self.body.generate(x, num_new)
-        return self.head(self.body.encode(x))
+CALLER = made_of(  # calls methods of a nested wrapper inside the root's forward
+    lambda m, x: m.head(m.body.encode(m.body.generate(x, 2))),
+    body=Decoder,
+    head=partial(nn.Linear, DIM, 2),
+)
 
 
 @each_value
@@ -253,7 +227,7 @@ def test_registered_method_of_a_nested_wrapper_works_inside_forward(
     synced: bool | None, use_orig_params: bool
 ) -> None:
     units = (Decoder, *UNITS)
-    pair = make_pair(Caller, units, batch=some_tokens, use_orig_params=use_orig_params)
+    pair = make_pair(CALLER, units, batch=some_tokens, use_orig_params=use_orig_params)
     for name in ("generate", "encode"):
         register_fsdp_forward_method(pair.model.body, name, synced=synced)
     pair.compare_outputs()
@@ -267,23 +241,9 @@ def test_registered_method_of_a_nested_wrapper_works_inside_forward(
 # -- exceptions
 
 
-class Stops(Decoder):
-    """Raises in the call and the layer that ``stop`` names."""
-
-    stop: int = -1
-
-    def generate(self, tokens: Tensor, num_new: int) -> Tensor:
-        for number in range(num_new):
-            if number == self.stop:
-                self.layers[1](self.embed(tokens))
-                raise ValueError("enough")
-            tokens = torch.cat([tokens, self(tokens)[:, -1:].argmax(-1)], -1)
-        return tokens
-
-
 @on_ranks(3)
 def test_an_exception_in_a_synced_method_on_one_rank_leaves_the_others_running() -> None:
-    pair = pair_of("generate", build=Stops, use_orig_params=True)
+    pair = pair_of("generate", use_orig_params=True)
     plain, model, rank, own = pair.plain, pair.model, pair.rank, tokens(pair.rank)
     for stopping, stop in ((1, 0), (0, 1), (2, 2)):
         model.module.stop = stop if rank == stopping else -1
@@ -303,50 +263,26 @@ def test_an_exception_in_a_synced_method_on_one_rank_leaves_the_others_running()
 # -- registration
 
 
-class Named(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(DIM, DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x)
-
-    def encode(self, x: Tensor) -> Tensor:
-        """Encodes."""
-        return self.linear(x)
-
-    @staticmethod
-    def constant(x: Tensor) -> Tensor:
-        return x + 1
-
-
 @on_ranks(2)
 def test_registration_leaves_plain_modules_and_the_users_own_unchanged() -> None:
-    module = Named()
+    module = Decoder()
     register_fsdp_forward_method(module, "encode")  # not wrapped: no effect
     register_fsdp_forward_method(module, "no such method")
     assert "encode" not in vars(module)
-    model = FSDP(module)
+    plain, model = copy.deepcopy(module), FSDP(module)
     register_fsdp_forward_method(model, "encode")
     register_fsdp_forward_method(model, "encode", synced=False)  # the last one counts
     register_fsdp_forward_method(model, "constant")
-    x = torch.ones(2, DIM)
-    assert torch.equal(model.encode(x), model(x))
-    assert torch.equal(model.constant(x), x + 1)
+    assert_close(model.encode(tokens()), plain.encode(tokens()), "encode")
+    assert torch.equal(model.constant(tokens()), tokens() + 1)
     assert "encode" not in vars(module), "the user's own module is as it was"
-    assert str(inspect.signature(model.encode)) == "(x: 'Tensor') -> 'Tensor'"
-
-
-@on_ranks(2)
-def test_function_set_on_the_module_instance_can_be_registered() -> None:
-    """PEFT and other libraries set functions on module instances."""
-    pair = pair_of()
-    for module in (pair.plain, pair.model.module):
-        module.first = lambda x, module=module: module.head(module.embed(x))
-    register_fsdp_forward_method(pair.model, "first")
-    assert_close(pair.model.first(tokens()), pair.plain.first(tokens()), "a function")
+    assert str(inspect.signature(model.encode)) == "(tokens: 'Tensor') -> 'Tensor'"
+    for each in (plain, module):  # as PEFT and other libraries set functions on instances
+        each.first = lambda x, each=each: each.head(each.embed(x))
+    register_fsdp_forward_method(model, "first")
+    assert_close(model.first(tokens()), plain.first(tokens()), "a function")
     with pytest.raises(AttributeError):
-        _ = pair.model.broken
+        _ = model.broken
 
 
 @on_ranks(2)
@@ -354,15 +290,13 @@ def test_registered_generator_runs_every_step_unsharded() -> None:
     pair = pair_of("sampled", "stages")
     plain, model = pair.plain, pair.model
     with torch.no_grad():
-        expected = list(plain.sampled(tokens()))
-        for got, wanted in zip(model.sampled(tokens()), expected, strict=True):
+        expected = list(plain.sampled(tokens(), 3))
+        for got, wanted in zip(model.sampled(tokens(), 3), expected, strict=True):
             assert torch.equal(got, wanted)
             pair.assert_idle()  # between yields the caller may do anything with the model
             assert_close(model(got), plain(wanted), "forward between two steps")
-        for got in model.sampled(tokens()):  # left early
-            assert torch.equal(got, expected[0])
-            break
-        assert torch.equal(list(model.sampled(tokens()))[-1], expected[-1])
+        assert torch.equal(next(model.sampled(tokens(), 3)), expected[0])  # and is left early
+        assert torch.equal(list(model.sampled(tokens(), 3))[-1], expected[-1])
         with pytest.raises(ValueError, match="negative"):
             list(model.stages(tokens(), -1))
     pair.assert_idle()
@@ -383,29 +317,6 @@ def test_a_registered_method_computes_in_the_dtype_of_forward(use_orig_params: b
 # -- without registration: the error
 
 
-class Reads(nn.Module):
-    """Its forward reads parameters of another unit through a function."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__()
-        self.inner, self.outer, self.what = Mlp(), nn.Linear(DIM, DIM), what
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.outer(x)
-        if self.what == "weight":
-            return F.linear(x, self.inner.up.weight)
-        if self.what == "bias":
-            return x.sum() + self.inner.down.bias
-        if self.what == "scale":
-            return self.inner.down.bias * x
-        if self.what == "module":
-            return self.inner.up(x)
-        if self.what == "after":
-            x = self.inner(x)
-            return self.inner.up(x)
-        return self.inner(x)
-
-
 REMEDIES = ("call the FullyShardedDataParallel itself", "summon_full_params")
 REMEDIES += ("register_fsdp_forward_method",)
 
@@ -414,11 +325,8 @@ def assert_refuses(use: Callable[[], Any], parameter: str, unit: str) -> None:
     """Using a sharded weight raises an error with its name, the unit and the three remedies."""
     with pytest.raises(StateError) as caught:
         use()
-    text = str(caught.value)
-    assert f"{parameter!r}" in text, text
-    assert unit in text, text
-    for way in REMEDIES:
-        assert way in text, text
+    for word in (repr(parameter), unit, *REMEDIES):
+        assert word in str(caught.value)
 
 
 MODES: dict[str, Callable[[], Any]] = {
@@ -433,17 +341,16 @@ def test_sharded_parameters_raise_outside_forward(use_orig_params: bool) -> None
     pair = pair_of(use_orig_params=use_orig_params)
     model, plain = pair.model, pair.plain
     inner, x = model.module, torch.randn(2, DIM)
-    head, layer, mlp = inner.head, inner.layers[1], inner.layers[1].mlp
-    in_layer = "scale" if use_orig_params else "norm.weight"
+    head, layer, first = inner.head, inner.layers[1], inner.layers[1].first
     uses: list[tuple[Callable[[], Any], str]] = [
         (lambda: inner(tokens()), "embed.weight"),
         (lambda: model.encode(tokens()), "embed.weight"),
         (lambda: model.generate(tokens(), 1), "embed.weight"),
         (lambda: head(x), "head.weight"),
-        (lambda: layer.module.norm(x), "norm.weight"),
-        (lambda: layer.module(x), in_layer),
-        (lambda: mlp.up(x), "up.weight"),
-        (lambda: mlp.module(x), "up.weight"),
+        (lambda: layer.module.middle(x), "middle.weight"),
+        (lambda: layer.module(x), "middle.weight"),
+        (lambda: first.up(x), "up.weight"),
+        (lambda: first.module(x), "norm.weight"),
     ]
     if not use_orig_params:  # otherwise it is the user's own parameter, which holds a part
         uses += [
@@ -456,12 +363,12 @@ def test_sharded_parameters_raise_outside_forward(use_orig_params: bool) -> None
             (lambda: nn.init.zeros_(head.weight), "head.weight"),
             (lambda: list(head.weight), "head.weight"),
             (lambda: len(head.weight), "head.weight"),
-            (lambda: float(layer.scale), "scale"),
+            (lambda: float(head.bias), "head.bias"),
             (lambda: torch.stack([head.bias]), "head.bias"),
             (lambda: inner.scores(tokens()), "embed.weight"),
         ]
-    units = {"embed": "the root unit (a Decoder)", "head": "the root unit (a Decoder)"}
-    units |= {"up": "unit 'layers.1.mlp'", "scale": "unit 'layers.1'", "norm": "unit 'layers.1'"}
+    units = dict.fromkeys(("embed", "head"), "the root unit (a Decoder)")
+    units |= {"middle": "unit 'layers.1'", **dict.fromkeys(("up", "norm"), "'layers.1.first'")}
     for training in (True, False):
         model.train(training)
         for name, context in MODES.items():
@@ -475,19 +382,13 @@ def test_sharded_parameters_raise_outside_forward(use_orig_params: bool) -> None
     pair.step(as_a_user=True)
 
 
-class Scale(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.arange(1.0, 6.0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.scale
+SCALE = made_of(lambda m, x: x * m.scale, scale=lambda: nn.Parameter(torch.arange(1.0, 6.0)))
 
 
 @on_ranks(2)
 def test_calls_that_would_compute_with_parts_are_refused() -> None:
     """One rank holds one element of the scale, and each rank one row of the weight."""
-    builds = {"scale": Scale, "weight": partial(nn.Linear, 5, 2, bias=False)}
+    builds = {"scale": SCALE, "weight": partial(nn.Linear, 5, 2, bias=False)}
     for parameter, build in builds.items():
         pair = make_pair(build, (), auto_wrap_policy=None, use_orig_params=True)
         inner, x = pair.model.module, torch.randn(3, 5)
@@ -500,6 +401,22 @@ def test_calls_that_would_compute_with_parts_are_refused() -> None:
                 assert_close(inner(x), pair.plain(x), "while parameters are whole")
 
 
+# How a forward uses another unit, and the parameter that is refused.
+USES: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
+    "call": (lambda unit, x: unit(x), ""),
+    "weight": (lambda unit, x: F.linear(x, unit.up.weight), "up.weight"),
+    "bias": (lambda unit, x: x.sum() + unit.down.bias, "down.bias"),
+    "scale": (lambda unit, x: unit.down.bias * x, "down.bias"),
+    "module": (lambda unit, x: unit.up(x), "up.weight"),
+    "after": (lambda unit, x: unit.up(unit(x)), "up.weight"),
+}
+
+
+READS = made_of(
+    lambda m, x: USES[m.use][0](m.inner, m.outer(x)), inner=Block, outer=LINEAR, use=lambda: "call"
+)
+
+
 @each_value
 @both_forms
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
@@ -507,19 +424,17 @@ def test_calls_that_would_compute_with_parts_are_refused() -> None:
 def test_parameters_of_another_unit_raise_inside_forward(
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
+    pair = make_pair(READS, use_orig_params=use_orig_params, sharding_strategy=strategy)
     x = torch.randn(DIM, DIM)
-    options = {"use_orig_params": use_orig_params, "sharding_strategy": strategy}
-    for what in ("weight", "bias", "scale", "module", "after"):
-        pair = make_pair(partial(Reads, what), (Mlp,), **options)
-        pair.plain.what = "nothing"
+    for use, (_, parameter) in list(USES.items())[1:]:
+        pair.model.module.use = use
         for mode, context in GRADIENT_MODES.items():
-            with about((what, mode)), context():
-                parameter = "down.bias" if what in ("bias", "scale") else "up.weight"
+            with about((use, mode)), context():
                 assert_refuses(partial(pair.model, x), parameter, "unit 'inner'")
                 # its unit may be whole for backward, but is not shown
-                if mode != "grad" and what != "after":
+                if mode != "grad" and use != "after":
                     pair.assert_idle()
-        pair.model.module.what = "nothing"
+        pair.model.module.use = "call"
         assert_close(pair.model(x), pair.plain(x), "after the error")
         pair.step()
 
@@ -538,27 +453,25 @@ def test_copy_of_an_inner_module_has_sharded_placeholders() -> None:
 @on_ranks(2)
 def test_placeholder_has_shape_dtype_and_device() -> None:
     pair = pair_of()
-    model = pair.model
-    weight, bias = model.module.head.weight, model.module.layers[0].mlp.up.bias
+    head = pair.model.module.head
+    weight = head.weight
     assert (weight.shape, weight.dtype) == ((NUM_TOKENS, DIM), torch.float32)
     assert weight.device == torch.device("cpu")
     assert (weight.ndim, weight.dim(), weight.numel()) == (2, 2, NUM_TOKENS * DIM)
-    assert (weight.size(0), bias.shape[0]) == (NUM_TOKENS, 12)
+    assert (weight.size(0), head.bias.shape[0]) == (NUM_TOKENS, NUM_TOKENS)
     assert weight.is_floating_point()
-    assert hasattr(model.module.head, "weight")
-    assert not hasattr(model.module.head, "wait")
+    assert not hasattr(head, "wait")
     assert not hasattr(weight, "no_such_thing")
+    assert not hasattr(weight, "__array_interface__")  # not mistaken for an array
     assert getattr(weight, "ds_id", None) is None  # as trainers ask
-    assert "head" in repr(model) and "(13, 8)" in repr(weight).replace("[", "(").replace("]", ")")
+    assert "head" in repr(pair.model) and "(11, 8)" in repr(weight)
     assert not isinstance(weight, Tensor)
-    assert weight is not None
-    assert [name for name, _ in model.module.head.named_parameters()] == []
-    with FSDP.summon_full_params(model):
-        assert isinstance(model.module.head.weight, nn.Parameter)
-        assert_close(model.module(tokens()), pair.plain(tokens()), "while parameters are whole")
+    assert [name for name, _ in head.named_parameters()] == []
+    with FSDP.summon_full_params(pair.model):
+        assert isinstance(head.weight, nn.Parameter)
+        assert_close(pair.model.module(tokens()), pair.plain(tokens()), "while they are whole")
     with pytest.raises(StateError):
         copy.copy(weight).sum()
-    assert not hasattr(weight, "__array_interface__")  # not mistaken for an array
 
 
 @both_forms
@@ -566,7 +479,7 @@ def test_placeholder_has_shape_dtype_and_device() -> None:
 def test_forward_signatures_of_inner_modules_are_kept(use_orig_params: bool) -> None:
     model = pair_of(use_orig_params=use_orig_params).model
     for _ in range(2):
-        modules = model.module, model.module.head, model.module.layers[0].mlp.module
+        modules = model.module, model.module.head, model.module.layers[0].first.module
         names = [list(inspect.signature(module.forward).parameters) for module in modules]
         assert names == [["tokens"], ["input"], ["x"]]
         model(tokens()).sum().backward()
@@ -575,42 +488,41 @@ def test_forward_signatures_of_inner_modules_are_kept(use_orig_params: bool) -> 
 # -- modules of torch that read parameters of others
 
 
-def _encoder() -> nn.TransformerEncoder:
-    return nn.TransformerEncoder(encoder_layer(), 2)
-
-
-def _rnn(kind: type[nn.RNNBase]) -> nn.Module:
-    return nn.Sequential(nn.Linear(DIM, DIM), kind(DIM, DIM, num_layers=2, batch_first=True))
-
-
-def _first_output(model: nn.Module, x: Tensor) -> Tensor:
-    output = model(x)
-    return backward((output[0] if isinstance(output, tuple) else output).pow(2).mean())
-
-
-TRANSFORMERS: list[Any] = [
+ENCODER = partial(nn.TransformerEncoder, encoder_layer(), 2)
+LSTM, GRU = (
+    partial(chain, LINEAR, partial(kind, DIM, DIM, num_layers=2, batch_first=True))
+    for kind in (nn.LSTM, nn.GRU)
+)
+MODULES: list[Any] = [
     (encoder_layer, (nn.Linear,)),
     (encoder_layer, (nn.LayerNorm, nn.MultiheadAttention)),
-    (_encoder, (nn.TransformerEncoderLayer,)),
-    (_encoder, (nn.TransformerEncoderLayer, nn.MultiheadAttention, nn.Linear)),
-    (_encoder, (nn.Linear, nn.LayerNorm)),
-    (partial(_rnn, nn.LSTM), (nn.LSTM,)),
-    (partial(_rnn, nn.GRU), (nn.GRU, nn.Linear)),
+    (ENCODER, (nn.TransformerEncoderLayer,)),
+    (ENCODER, (nn.TransformerEncoderLayer, nn.MultiheadAttention, nn.Linear)),
+    (ENCODER, (nn.Linear, nn.LayerNorm)),
+    (LSTM, (nn.LSTM,)),
+    (GRU, (nn.GRU, nn.Linear)),
+    (partial(nn.MultiheadAttention, DIM, 2, batch_first=True), ()),
 ]
+
+
+def _first_output(model: nn.Module, x: Tensor, **options: Any) -> Tensor:
+    is_attention = isinstance(getattr(model, "module", model), nn.MultiheadAttention)
+    output = model(*[x] * (3 if is_attention else 1), **options)
+    return output[0] if isinstance(output, tuple) else output
 
 
 @each_value
 @both_forms
-@pytest.mark.parametrize("number", range(len(TRANSFORMERS)))
+@pytest.mark.parametrize("number", range(len(MODULES)))
 @on_ranks(2)
 def test_torch_modules_that_read_parameters_of_others_equal_unsharded(
     number: int, use_orig_params: bool
 ) -> None:
-    build, units = TRANSFORMERS[number]
+    build, units = MODULES[number]
     pair = make_pair(build, units, batch=sequences, use_orig_params=use_orig_params)
     plain, model = pair.plain, pair.model
-    assert len(FSDP.fsdp_modules(model)) > 1
-    x = torch.randn(3, 5, DIM, generator=torch.Generator().manual_seed(dist.get_rank()))
+    assert (len(FSDP.fsdp_modules(model)) > 1) is bool(units)
+    x = sequences(torch.Generator().manual_seed(dist.get_rank()))
     mask = torch.zeros(3, 5, dtype=torch.bool)
     mask[1, 3:] = True
     inputs: list[dict[str, Tensor]] = [{}]
@@ -622,32 +534,15 @@ def test_torch_modules_that_read_parameters_of_others_equal_unsharded(
         for mode, context in GRADIENT_MODES.items():
             for kwargs in inputs:
                 with about((training, mode, list(kwargs))), context():
-                    got, wanted = model(x, **kwargs), plain(x, **kwargs)
-                    got, wanted = (v[0] if isinstance(v, tuple) else v for v in (got, wanted))
                     # masked positions are undefined
                     keep = ~mask if kwargs else torch.ones_like(mask)
-                    assert_close(got[keep], wanted[keep], "output")
+                    got, wanted = (_first_output(m, x, **kwargs)[keep] for m in (model, plain))
+                    assert_close(got, wanted, "output")
                 if mode != "grad":
                     pair.assert_idle()
     if units == (nn.LSTM,):
         assert_refuses(lambda: model[1].module(x), "weight_ih_l0", "unit '1'")
-    pair.step(_first_output)
-
-
-@both_forms
-@on_ranks(2)
-def test_attention_alone_can_be_the_model(use_orig_params: bool) -> None:
-    build = partial(nn.MultiheadAttention, DIM, 2, batch_first=True)
-    pair = make_pair(build, (), auto_wrap_policy=None, use_orig_params=use_orig_params)
-    plain, model = pair.plain, pair.model
-    x = torch.randn(3, 5, DIM)
-    for training in (True, False):
-        model.train(training)
-        plain.train(training)
-        for context in GRADIENT_MODES.values():
-            with context():
-                for got, wanted in zip(model(x, x, x), plain(x, x, x), strict=True):
-                    assert_close(got, wanted, "attention")
-    assert_refuses(lambda: model.module(x, x, x), "in_proj_weight", "the root unit")
-    assert_refuses(lambda: model.module.out_proj(x), "out_proj.weight", "the root unit")
-    assert_close(model(x, x, x)[0], plain(x, x, x)[0], "after the error")
+    if not units:
+        assert_refuses(lambda: model.module(x, x, x), "in_proj_weight", "the root unit")
+        assert_refuses(lambda: model.module.out_proj(x), "out_proj.weight", "the root unit")
+    pair.step(lambda m, x: backward(_first_output(m, x).pow(2).mean()))

@@ -10,9 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    apply_activation_checkpointing,
-)
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -20,9 +17,8 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
-from fsdp_compat import MixedPrecision, ShardingStrategy
+from fsdp_compat import CPUOffload, MixedPrecision, ShardingStrategy
 from tests.support.models import (
-    DIM,
     Block,
     ForwardProducts,
     Inner,
@@ -30,6 +26,7 @@ from tests.support.models import (
     Recomputed,
     RecomputesBlocks,
     Stack,
+    made_of,
     saves_everything,
     saves_products,
 )
@@ -42,32 +39,24 @@ def saves_nothing(context: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoin
     return CheckpointPolicy.MUST_RECOMPUTE
 
 
-class DropsAnOutput(nn.Module):
+def _drops_an_output(reentrant: bool, m: Any, x: Tensor) -> Tensor:
     """A checkpoint with two outputs, one of which reaches the loss."""
 
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.stem, self.a, self.b, self.c = (Block() for _ in range(4))
-        self.reentrant = reentrant
+    def region(x: Tensor) -> tuple[Tensor, Tensor]:
+        a = m.a(x)
+        return a, m.c(m.b(x))
 
-    def _region(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        a = self.a(x)
-        return a, self.c(self.b(x))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self._region, self.stem(x), use_reentrant=self.reentrant)[0]
+    return checkpoint(region, m.stem(x), use_reentrant=reentrant)[0]
 
 
-class RecomputesTwice(nn.Module):
-    """One unit in two checkpoints."""
+def _recomputes_twice(reentrant: bool, m: Any, x: Tensor) -> Tensor:
+    x = checkpoint(m.a, m.stem(x), use_reentrant=reentrant)
+    return checkpoint(m.a, x, use_reentrant=reentrant)
 
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.stem, self.a, self.reentrant = nn.Linear(DIM, DIM), Block(), reentrant
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = checkpoint(self.a, self.stem(x), use_reentrant=self.reentrant)
-        return checkpoint(self.a, x, use_reentrant=self.reentrant)
+def _of_blocks(forward: Callable[..., Tensor], reentrant: bool) -> tuple[Any, ...]:
+    parts = dict.fromkeys(("stem", "a", "b", "c"), Block)
+    return (made_of(lambda m, x: forward(reentrant, m, x), **parts),)
 
 
 def _recomputes_everything(reentrant: bool, m: nn.Module, x: Tensor) -> Tensor:
@@ -83,8 +72,8 @@ CASES: dict[str, Callable[[bool], tuple[Any, ...]]] = {  # reentrant -> argument
         partial(RecomputesBlocks, partial(Recomputed, r), r),
         (Recomputed,),
     ),
-    "an output dropped": lambda r: (partial(DropsAnOutput, r),),
-    "a unit in two checkpoints": lambda r: (partial(RecomputesTwice, r),),
+    "an output dropped": partial(_of_blocks, _drops_an_output),
+    "a unit in two checkpoints": partial(_of_blocks, _recomputes_twice),
     "around the root": lambda r: (Stack, (Block,), partial(_recomputes_everything, r)),
 }
 
@@ -92,25 +81,22 @@ CASES: dict[str, Callable[[bool], tuple[Any, ...]]] = {  # reentrant -> argument
 @pairwise
 @both_forms
 @both_strategies
+@pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("early_stop", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("case", CASES)
 @on_ranks(2)
 def test_wherever_activations_are_recomputed_training_equals_unsharded(
-    case: str, reentrant: bool, early_stop: bool, strategy: ShardingStrategy, use_orig_params: bool
+    case: str,
+    reentrant: bool,
+    early_stop: bool,
+    offload: bool,
+    strategy: ShardingStrategy,
+    use_orig_params: bool,
 ) -> None:
     options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
     with set_checkpoint_early_stop(early_stop):
-        train(*CASES[case](reentrant), **options)
-
-
-@both_forms
-@on_ranks(2)
-def test_checkpoint_wrappers_may_be_put_into_a_wrapped_model(use_orig_params: bool) -> None:
-    pair = make_pair(Stack, use_orig_params=use_orig_params)
-    apply_activation_checkpointing(pair.model, check_fn=lambda module: isinstance(module, Block))
-    for _ in range(2):
-        pair.step()
+        train(*CASES[case](reentrant), cpu_offload=CPUOffload(offload), **options)
 
 
 # -- selective checkpoints, which save what a policy says

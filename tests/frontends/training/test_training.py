@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, weight_norm
 
-from fsdp_compat import BackwardPrefetch, ShardingStrategy
+from fsdp_compat import BackwardPrefetch, CPUOffload, ShardingStrategy
 from tests.support.models import (
     DIM,
     NUM_TOKENS,
@@ -31,68 +31,48 @@ from tests.support.models import (
     Tied,
     Tiny,
     Transformer,
+    Unit,
     chain,
     frozen,
+    made_of,
 )
 from tests.support.pairwise import each_value, pairwise
 from tests.support.parity import (
+    accumulates_mean,
     backward,
     both_forms,
-    both_strategies,
     make_pair,
     one_backward,
     square,
     tokens,
     train,
     two_backwards,
+    wide_vectors,
 )
 from tests.support.ranks import on_ranks
 
 FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID, HYBRID_ZERO2 = ShardingStrategy
 
 
-@pairwise
-@both_forms
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
-@pytest.mark.parametrize("prefetch", [*BackwardPrefetch, None])
-@on_ranks("num_ranks")
-def test_a_stack_of_blocks_trains_as_unsharded(
-    num_ranks: int,
-    use_orig_params: bool,
-    strategy: ShardingStrategy,
-    prefetch: BackwardPrefetch | None,
-) -> None:
-    options = {"sharding_strategy": strategy, "backward_prefetch": prefetch}
-    train(Stack, as_a_user=True, use_orig_params=use_orig_params, **options)
-
-
-@each_value
-@both_forms
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-@on_ranks("num_ranks")
-def test_units_inside_of_units_train_as_unsharded_on_any_number_of_ranks(
-    num_ranks: int, use_orig_params: bool
-) -> None:
-    train(partial(Stack, 2, Outer), (Outer, Inner), use_orig_params=use_orig_params)
-
-
 @pytest.mark.parametrize(
-    ("strategy", "options"),
+    ("num_ranks", "strategy", "options"),
     [
-        (HYBRID, {"replicas": 2, "use_orig_params": False}),
-        (HYBRID_ZERO2, {"replicas": 2, "use_orig_params": True}),
-        (NO_SHARD, {}),
+        (1, FULL_SHARD, {}),
+        (2, FULL_SHARD, {"use_orig_params": True}),
+        (3, FULL_SHARD, {}),
+        (4, FULL_SHARD, {"use_orig_params": True}),
+        (4, HYBRID, {"replicas": 2}),
+        (4, HYBRID_ZERO2, {"replicas": 2, "use_orig_params": True}),
+        (4, NO_SHARD, {}),
     ],
-    ids=["two replicas", "two replicas, kept", "four replicas"],
 )
-@on_ranks(4)
-def test_replicas_train_as_unsharded_and_stay_bit_equal(
-    strategy: ShardingStrategy, options: dict[str, Any]
+@on_ranks("num_ranks")
+def test_units_inside_of_units_and_replicas_train_as_unsharded(
+    num_ranks: int, strategy: ShardingStrategy, options: dict[str, Any]
 ) -> None:
     build, units = partial(Stack, 2, Outer), (Outer, Inner)
     pair = train(build, units, sharding_strategy=strategy, **options)
-    for value in pair.model.state_dict().values():
+    for value in pair.model.state_dict().values():  # replicas stay bit-equal
         first = value.clone()
         dist.broadcast(first, 0)
         assert torch.equal(value, first)
@@ -101,63 +81,31 @@ def test_replicas_train_as_unsharded_and_stay_bit_equal(
 # -- kinds of modules and parameters
 
 
-class SpareParameter(Block):
-    """Has parameters that nothing uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.spare = nn.Linear(3, 5)
+def _many_dtypes(m: Any, x: Tensor) -> Tensor:
+    """The gradient of ``low`` is small: the unsharded copy adds it up in bfloat16."""
+    return m.block(x) + 0.01 * m.codes.float().mean() + 0.001 * m.low.float().mean()
 
 
-class ManyDtypes(Block):
-    """float32, bfloat16 and int8 in one unit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.codes = nn.Parameter(
-            torch.randint(-128, 127, (5, 3), dtype=torch.int8), requires_grad=False
-        )
-        self.low = nn.Parameter(torch.randn(6).bfloat16())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + 0.01 * self.codes.float().mean() + self.low.float().mean()
+MANY_DTYPES = made_of(  # in one unit
+    _many_dtypes,
+    block=Block,
+    codes=lambda: nn.Parameter(torch.arange(-15, 15, 2, dtype=torch.int8), requires_grad=False),
+    low=lambda: nn.Parameter(torch.randn(6).bfloat16()),
+)
+UNUSED = made_of(lambda m, x: m.block(x), block=Block, spare=partial(nn.Linear, 3, 5))
+SPARSE = partial(chain, partial(nn.Embedding, NUM_TOKENS, DIM, sparse=True), Block)
 
 
-class SparseEmbedding(nn.Module):
-    """Its gradient is sparse."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.block = nn.Embedding(NUM_TOKENS, DIM, sparse=True), Block()
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.block(self.embed(tokens))
+def _copies() -> nn.Module:
+    block = Block()
+    return nn.Sequential(block, copy.deepcopy(block), copy.deepcopy(block))
 
 
-class Copies(nn.Sequential):
-    """Blocks made by deepcopy."""
-
-    def __init__(self) -> None:
-        block = Block()
-        super().__init__(block, copy.deepcopy(block), copy.deepcopy(block))
-
-
-class Parametrized(nn.Module):
-    """A linear layer whose weight is computed from other parameters."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        wrap = {
-            "old weight_norm": weight_norm,
-            "weight_norm": parametrizations.weight_norm,
-            "spectral_norm": parametrizations.spectral_norm,
-            "orthogonal": parametrizations.orthogonal,
-        }[kind]
-        self.linear = wrap(nn.Linear(DIM, DIM))
-        self.train(kind != "spectral_norm")  # the power iteration depends on the number of calls
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x).tanh()
+def _parametrized(wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    """The weight is computed from other parameters."""
+    unit = made_of(lambda m, x: m.linear(x).tanh(), linear=lambda: wrap(nn.Linear(DIM, DIM)))()
+    # In training the power iteration depends on the number of calls.
+    return unit.train(wrap is not parametrizations.spectral_norm)
 
 
 def _sizes() -> nn.Module:
@@ -171,42 +119,67 @@ def _under_autocast(m: nn.Module, x: Tensor) -> Tensor:
     return backward(loss)
 
 
-LORAS, SPARE = partial(chain, *[partial(Lora, DIM)] * 3), partial(Stack, 3, SpareParameter)
+def _wide(generator: torch.Generator) -> Tensor:
+    return torch.randn(4, 264, generator=generator)
+
+
+# Parameters of 65,536 elements and more have a gradient hook of their own.
+LARGE, SNS = partial(chain, *[partial(nn.Linear, 264, 264)] * 2), partial(accumulates_mean, "sns")
+LORAS, RECOMPUTED_LAST = (partial(chain, *[unit] * 3) for unit in (Lora, FrozenInCheckpoint))
 PARTLY_FROZEN = partial(chain, *[Block, partial(frozen, Block)] * 2)
-RECOMPUTED_LAST = partial(chain, *[FrozenInCheckpoint] * 3)
 CASES: dict[str, Callable[..., object]] = {
+    "a stack of blocks": partial(train, Stack, as_a_user=True),
     "sizes": partial(train, _sizes, (Odd, Tiny, nn.Linear)),
     "tied across units": partial(
         train, Transformer, (nn.TransformerEncoderLayer, nn.Embedding, Head), batch=tokens
     ),
     "tied inside a unit": partial(train, partial(chain, *[Tied] * 2), (Tied,)),
-    "float32, bfloat16 and int8": partial(train, partial(Stack, 2, ManyDtypes), (ManyDtypes,)),
-    "frozen weights beside trainable ones": partial(train, LORAS, (Lora,)),
-    "frozen, two backwards": partial(train, LORAS, (Lora,), two_backwards),
+    "float32, bfloat16 and int8": partial(train, partial(Stack, 2, MANY_DTYPES), (Unit,)),
+    "frozen weights beside trainable ones": partial(train, LORAS, (Lora,), batch=wide_vectors),
+    "frozen, two backwards": partial(train, LORAS, (Lora,), two_backwards, batch=wide_vectors),
     "frozen, recomputed last": partial(train, RECOMPUTED_LAST, (FrozenInCheckpoint,)),
     "frozen units between trainable ones": partial(train, PARTLY_FROZEN),
-    "an unused parameter beside used ones": partial(train, SPARE, (SpareParameter,)),
-    "sparse gradients": partial(train, SparseEmbedding, (nn.Embedding, Block), batch=tokens),
+    "an unused parameter beside used ones": partial(train, partial(Stack, 3, UNUSED), (Unit,)),
+    "sparse gradients": partial(train, SPARSE, (nn.Embedding, Block), batch=tokens),
     "autocast": partial(train, Stack, step=_under_autocast, num_steps=4),
-    "modules made by deepcopy": partial(train, Copies),
+    "modules made by deepcopy": partial(train, _copies),
+    "large layers": partial(train, LARGE, (nn.Linear,), SNS, batch=_wide),
+    **{
+        name: partial(train, partial(chain, *[partial(_parametrized, wrap)] * 2), (Unit,))
+        for name, wrap in {
+            "old weight_norm": weight_norm,
+            "weight_norm": parametrizations.weight_norm,
+            "spectral_norm": parametrizations.spectral_norm,
+            "orthogonal": parametrizations.orthogonal,
+        }.items()
+    },
 }
-for _kind in ("old weight_norm", "weight_norm", "spectral_norm", "orthogonal"):
-    _build = partial(chain, *[partial(Parametrized, _kind)] * 2)
-    CASES[_kind] = partial(train, _build, (Parametrized,))
 
 
 @pairwise
 @both_forms
-@both_strategies
+@pytest.mark.parametrize("strategy", list(ShardingStrategy)[:3])
+@pytest.mark.parametrize("prefetch", [*BackwardPrefetch, None])
+@pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("case", CASES)
 @on_ranks("num_ranks")
 def test_modules_and_parameters_of_every_kind_train_as_unsharded(
-    case: str, num_ranks: int, strategy: ShardingStrategy, use_orig_params: bool
+    case: str,
+    num_ranks: int,
+    offload: bool,
+    prefetch: BackwardPrefetch | None,
+    strategy: ShardingStrategy,
+    use_orig_params: bool,
 ) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of weight_norm
-        CASES[case](sharding_strategy=strategy, use_orig_params=use_orig_params)
+        CASES[case](
+            cpu_offload=CPUOffload(offload),
+            backward_prefetch=prefetch,
+            sharding_strategy=strategy,
+            use_orig_params=use_orig_params,
+        )
 
 
 # -- a forward of an instance
@@ -225,15 +198,15 @@ def _scale_outputs(model: nn.Module) -> nn.Module:
 
 @each_value
 @both_forms
-@pytest.mark.parametrize("when", ["before wrapping", "before every step", "twice at once"])
+@pytest.mark.parametrize(("before_wrapping", "every_step"), [(1, 0), (0, 1), (0, 2)])
 @on_ranks(2)
-def test_an_instance_may_have_a_forward_of_its_own(when: str, use_orig_params: bool) -> None:
-    scales = when == "before wrapping"
-    pair = make_pair(
-        lambda: _scale_outputs(Stack()) if scales else Stack(), use_orig_params=use_orig_params
-    )
+def test_an_instance_may_have_a_forward_of_its_own(
+    before_wrapping: int, every_step: int, use_orig_params: bool
+) -> None:
+    build = (lambda: _scale_outputs(Stack())) if before_wrapping else Stack
+    pair = make_pair(build, use_orig_params=use_orig_params)
     for _ in range(2):
-        for _ in range({"before wrapping": 0, "before every step": 1, "twice at once": 2}[when]):
+        for _ in range(every_step):
             _scale_outputs(pair.plain)
             _scale_outputs(pair.model)
         forwards = [block.up.forward for block in pair.model.blocks]
