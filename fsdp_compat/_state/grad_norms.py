@@ -55,7 +55,9 @@ def grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, Tensor]:
             names, grads = by_axes.setdefault(axes, ([], []))
             store = store_of(group)
             for param, indices in store.sharded_params:
-                grad = _flat(param.grad, store.shard)
+                # a 0-d parameter of fully_shard is on every rank, and is counted once
+                is_copy = param.dim() == 0 and not _torch_private.is_plain(param)
+                grad = _flat(None if is_copy and group.shard.rank else param.grad, store.shard)
                 for index in indices if param.requires_grad else ():
                     names.append(names_of(store.orig_params[index], named.prefix))
                     grads.append(grad[store.part_in_sharded_param(index).slice])

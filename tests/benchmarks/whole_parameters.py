@@ -9,6 +9,7 @@ GatheredOptimizer. Counted on one simulated rank of 8 (a fake process group), pe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from fsdp_compat import fully_shard
 from fsdp_compat.optim import GatheredOptimizer
 
 RANKS, MATRICES, SIZE = 8, 8, 256
+muon = partial(torch.optim.Muon, lr=0.01)
 
 
 class Counted(TorchDispatchMode):
@@ -48,35 +50,27 @@ class Counted(TorchDispatchMode):
         return result
 
 
-def step_of(
-    shard: Callable[[nn.Module], Any], optimizer_of: Callable[[nn.Module], torch.optim.Optimizer]
-) -> Counted:
+def step_of(shard: Callable[[nn.Module], Any], is_gathered: bool) -> Counted:
     model = nn.Sequential(*(nn.Linear(SIZE, SIZE, bias=False) for _ in range(MATRICES)))
-    for layer in model:
+    for layer in (*model, model):
         shard(layer)
-    shard(model)
     model(torch.randn(4, SIZE)).sum().backward()
-    optimizer = optimizer_of(model)
+    optimizer = GatheredOptimizer(model, muon) if is_gathered else muon(model.parameters())
     with Counted() as counted:
         optimizer.step()
     return counted
 
 
-def muon(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.Muon(params, lr=0.01)
-
-
 def main() -> None:
     dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
-    mesh = init_device_mesh("cpu", (RANKS,))
-    numel = MATRICES * SIZE * SIZE
+    theirs = partial(torch_fully_shard, mesh=init_device_mesh("cpu", (RANKS,)))
     print(f"{'':42}collectives  bytes per element of the model")
-    for name, shard, optimizer_of in (
-        ("Muon, FSDP2", lambda m: torch_fully_shard(m, mesh=mesh), lambda m: muon(m.parameters())),
-        ("Muon, fully_shard", fully_shard, lambda m: muon(m.parameters())),
-        ("GatheredOptimizer", fully_shard, lambda m: GatheredOptimizer(m, muon)),
+    for name, shard, is_gathered in (
+        ("Muon, FSDP2", theirs, False),
+        ("Muon, fully_shard", fully_shard, False),
+        ("GatheredOptimizer", fully_shard, True),
     ):
-        counted = step_of(shard, optimizer_of)
+        counted, numel = step_of(shard, is_gathered), MATRICES * SIZE * SIZE
         print(f"{name:42}{counted.collectives:11}  {counted.nbytes / numel:.2f}")
     dist.destroy_process_group()
 

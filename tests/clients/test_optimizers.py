@@ -19,7 +19,6 @@ from fsdp_compat import UsageError
 from tests.state.test_whole_parameters import (
     LAYOUTS,
     WAYS,
-    Layer,
     Net,
     assert_near,
     beside,
@@ -31,6 +30,7 @@ from tests.state.test_whole_parameters import (
     values,
 )
 from tests.support.cases import about
+from tests.support.models import Residual as Layer
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.clients

@@ -5,14 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -26,55 +23,15 @@ from fsdp_compat import (
 )
 from fsdp_compat.optim import EMA, grad_norms
 from tests.support.live_bytes import LiveBytes
+from tests.support.models import Layers as Net
+from tests.support.odd_model import LAYOUTS
 from tests.support.ranks import on_ranks
 
 DECAY = 0.9
 
 
-class Net(nn.Module):
-    """With a tied and a frozen parameter, an unused one, and a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 6)) for _ in "ab")
-        self.layers[1][0].weight.requires_grad_(False)
-        self.head, self.unused = nn.Linear(6, 6), nn.Parameter(torch.ones(3))
-        self.again = self.head
-        self.register_buffer("scale", torch.full((1,), 2.0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x))
-        return self.again(self.head(x)) * self.scale
-
-
-def flat(model: nn.Module) -> nn.Module:
-    return FSDP(model, auto_wrap_policy={"Sequential"})
-
-
-def original(model: nn.Module) -> nn.Module:
-    return FSDP(model, auto_wrap_policy={"Sequential"}, use_orig_params=True)
-
-
-def rows(model: nn.Module) -> nn.Module:
-    for layer in model.layers:
-        fully_shard(layer)
-    return fully_shard(model)
-
-
-def columns(model: nn.Module) -> nn.Module:
-    for layer in (*model.layers, model):
-        fully_shard(layer, shard_placement_fn=lambda p: Shard(p.ndim - 1))
-    return model
-
-
-LAYOUTS = {"flat": flat, "original": original, "rows": rows, "columns": columns}
-Wrap = Callable[[nn.Module], nn.Module]
-
-
 def batch(step: int) -> Tensor:
-    return torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+    return torch.randn(4, 12, generator=torch.Generator().manual_seed(step))
 
 
 def train(model: nn.Module, update: Callable[[], None], dtype: torch.dtype = torch.float32) -> None:
@@ -116,29 +73,22 @@ def test_averages_are_those_of_the_unsharded_model(
     with ema.swap():
         assert_near(whole(model), expected)
         torch.testing.assert_close(model(batch(9)), averaged(batch(9)), rtol=1e-6, atol=1e-6)
-        checkpoint.save(shared(tmp_path), model, step=1)
+        checkpoint.save(tmp_path, model, step=1)
     assert_near(whole(model), plain.state_dict())
-    assert all(torch.equal(value, live[name]) for name, value in whole(model).items())
+    assert_exact(whole(model), live)
 
     other = LAYOUTS["rows" if layout == "flat" else "flat"](Net())
     its = EMA(other, DECAY)
     with its.swap():
-        checkpoint.load(checkpoint.latest(shared(tmp_path)), other)
+        checkpoint.load(checkpoint.latest(tmp_path), other)
     assert_near(whole(other), Net().state_dict())
     with its.swap():
         assert_near(whole(other), expected)
 
 
-def shared(path: Path) -> Path:
-    """Return rank 0's path."""
-    paths: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(paths, path)
-    return Path(paths[0])
-
-
 @on_ranks(2)
 def test_averages_have_a_dtype_of_their_own_and_refuse_what_they_cannot_do() -> None:
-    model = flat(Net().bfloat16())
+    model = LAYOUTS["flat"](Net().bfloat16())
     ema = EMA(model, 0.5, dtype=torch.float32)
     before = whole(model)
     with torch.no_grad(), FSDP.summon_full_params(model):
@@ -203,7 +153,7 @@ def test_parameters_and_averages_come_back_exactly_from_a_swap(
             rests.append(whole(model))
     assert_exact(*shown)
     assert_exact(*rests)
-    assert rests[0]["layers.0.0.weight"].any() == (dtype is torch.bfloat16)
+    assert rests[0]["layers.0.up.weight"].any() == (dtype is torch.bfloat16)
 
 
 def assert_exact(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -212,7 +162,8 @@ def assert_exact(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 @on_ranks(1)
 def test_an_update_casts_one_shard_at_a_time() -> None:
-    model = flat(nn.ModuleList(nn.Sequential(nn.Linear(64, 64)) for _ in range(8)).bfloat16())
+    net = nn.ModuleList(nn.Linear(64, 64) for _ in range(8)).bfloat16()
+    model = FSDP(net, auto_wrap_policy={"Linear"})
     ema = EMA(model, dtype=torch.float32)
     with LiveBytes() as live:
         before = live.now()
@@ -245,7 +196,7 @@ def test_norms_are_those_of_whole_gradients_with_tensor_parallelism(
 ) -> None:
     def net() -> nn.Module:
         torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6), nn.Linear(6, 6))
+        return nn.Sequential(nn.Linear(12, 8), nn.Linear(8, 6), nn.Linear(6, 6))
 
     plain, model = net(), net()
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards", "tp"))
@@ -269,7 +220,7 @@ def test_norms_are_those_of_whole_gradients_with_tensor_parallelism(
 
 @on_ranks(2)
 def test_gradients_that_are_not_reduced_have_no_norms_yet() -> None:
-    model = flat(Net())
+    model = LAYOUTS["flat"](Net())
     with model.no_sync():
         model(batch(0)).sum().backward()
     with pytest.raises(StateError, match="not reduced yet"):

@@ -30,6 +30,7 @@ from fsdp_compat import (
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from tests.support.odd_model import (
     STEPS,
+    Block,
     Config,
     assert_same,
     cloned,
@@ -38,10 +39,10 @@ from tests.support.odd_model import (
     make_model,
     make_optimizer,
     shard,
-    sums_of,
     train,
     whole,
 )
+from tests.support.parity import local
 from tests.support.programs import python
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.sampling import sample
@@ -84,7 +85,7 @@ def states(
 
 
 def trained(config: Config, seed: int) -> tuple[FSDP, torch.optim.Optimizer]:
-    model = shard(make_model(seed), config)
+    model = shard(make_model(seed, block=Block), config)
     optimizer = make_optimizer("Adam", model)
     train(model, optimizer, range(STEPS))
     return model, optimizer
@@ -100,7 +101,7 @@ def load(model: FSDP, optimizer: torch.optim.Optimizer, state: State) -> None:
 
 def assert_loads(state: State, expected: State, config: Config, where: str) -> None:
     """Into another model, which has what was expected afterwards."""
-    model = shard(make_model(7), config)
+    model = shard(make_model(7, block=Block), config)
     optimizer = make_optimizer("Adam", model)
     load(model, optimizer, state)
     found = states(model, optimizer, FULL)
@@ -110,10 +111,12 @@ def assert_loads(state: State, expected: State, config: Config, where: str) -> N
 
 
 def as_it_is(state: State, form: StateDictType) -> State:
-    """A state dict with copies of buffers and local shards alone: the rest is copied already."""
+    """A state dict with copies of local shards and of what no unit manages: the rest is copied."""
     if form is LOCAL:
         return copy.deepcopy(state)
-    buffers = {name: state["model"][name].clone() for name, _ in make_model().named_buffers()}
+    whole = {name for name, _ in make_model().named_buffers()} | {"ignored.weight", "ignored.bias"}
+    names = whole & state["model"].keys()
+    buffers = {name: state["model"][name].clone() for name in names}
     return {**state, "model": {**state["model"], **buffers}}
 
 
@@ -155,7 +158,8 @@ def test_copies_do_not_change_with_training_and_load_again(
     if config != MESH:  # DTensors' parts are copies in the first place
         for one, other in zip(local_tensors(views), local_tensors(live), strict=True):
             assert one.data_ptr() == other.data_ptr(), "detach() views the same memory"
-        assert all(value.cpu() is value for value in live["model"].values())
+        tensors = [value for value in live["model"].values() if isinstance(value, Tensor)]
+        assert all(value.cpu() is value for value in tensors)
     train(model, optimizer, range(STEPS, STEPS + 2))
     assert not torch.equal(model.state_dict()["cube"], expected["model"]["cube"])
     for way, copied in copies.items():
@@ -181,6 +185,27 @@ def test_torchs_functions_give_copies_with_cpu_offload() -> None:
 
 # --- files that are read without running code -----------------------------------------------------
 
+SUMS = """
+from tests.support.odd_model import local_tensors
+
+def sums_of(state):
+    tensors = [getattr(value, "_local_tensor", value) for value in local_tensors(state)]
+    return [tensor.double().sum().item() for tensor in tensors]
+"""
+READ = """
+import dataclasses, json, sys, types
+from fsdp_compat import checkpoint
+import torch
+import torch.distributed.tensor  # as torch.load asks for where a file holds DTensors
+from torch.serialization import get_safe_globals
+
+states = [torch.load(path, weights_only=True) for path in sys.argv[1:]]
+for each in get_safe_globals():  # descriptions, and the function that makes values of them
+    if "fsdp_compat" in each.__module__:
+        assert dataclasses.is_dataclass(each) or isinstance(each, types.FunctionType), each
+print(json.dumps([sums_of(state) for state in states]))
+"""
+
 
 def _write_files(directory: str) -> list[float]:
     """One file per rank with everything in it; return the sums of what the rank holds."""
@@ -188,35 +213,13 @@ def _write_files(directory: str) -> list[float]:
     for number, (config, form) in enumerate(FORMS):
         found[str(number)] = states(*trained(config, 1), form)
     torch.save(found, f"{directory}/{dist.get_rank()}.pt")
-    return sums_of(found)
-
-
-READ = """
-import json, sys
-from fsdp_compat import checkpoint
-import torch
-import torch.distributed.tensor  # as torch.load asks for where a file holds DTensors
-from torch.serialization import get_safe_globals
-
-states = [torch.load(path, weights_only=True) for path in sys.argv[1:]]
-ours = [each for each in get_safe_globals() if "fsdp_compat" in each.__module__]
-names = sorted(f"{each.__module__}.{each.__qualname__}" for each in ours)
-from tests.support.odd_model import sums_of
-print(json.dumps([[sums_of(state) for state in states], names]))
-"""
+    return [local(value).double().sum().item() for value in local_tensors(found)]
 
 
 def test_a_fresh_process_reads_files_with_weights_only(tmp_path: Path) -> None:
     expected = run_ranks(2, _write_files, str(tmp_path))
-    done = python("-c", READ, *(tmp_path / f"{rank}.pt" for rank in range(2)))
-    found, names = json.loads(done.stdout.splitlines()[-1])
-    assert found == expected
-    # descriptions that do nothing when they are made, and the function that makes values of them
-    assert [name.removeprefix("fsdp_compat.") for name in names] == [
-        *("_layout.rows.CopiedLayout", "_layout.spec.FlatLayout", "_layout.spec.ParamSpec"),
-        *("_state.formats.FlatOfParameters", "_state.formats.Place", "_state.formats._rebuilt"),
-        *("_state.rank_local.Part", "_state.rank_local.RankState"),
-    ]
+    done = python("-c", SUMS + READ, *(tmp_path / f"{rank}.pt" for rank in range(2)))
+    assert json.loads(done.stdout.splitlines()[-1]) == expected
 
 
 # --- asynchronous saves ---------------------------------------------------------------------------
@@ -294,7 +297,8 @@ def test_replaced_local_shards_are_copied_saved_and_loaded(
     world_size: int, form: StateDictType, tmp_path: Path
 ) -> None:
     model, _ = trained(FLAT, 1)
-    names = dict(make_model().named_parameters(remove_duplicate=False))
+    named = make_model().named_parameters(remove_duplicate=False)
+    names = {name for name, p in named if p.numel() and "ignored" not in name}
     before = cloned(model.state_dict())
     tripled = {name: value * 3 if name in names else value for name, value in before.items()}
     changes = (lambda tensor: tensor * 3, lambda tensor: tensor.double() * 3, column_major)
@@ -306,7 +310,7 @@ def test_replaced_local_shards_are_copied_saved_and_loaded(
             state = replace_shards(model_state(model, form), change)
             if way in COPIES:
                 state = COPIES[way](state)
-            target = shard(make_model(7), ORIGINAL if way == "other layout" else FLAT)
+            target = shard(make_model(7, block=Block), ORIGINAL if way == "other layout" else FLAT)
             if way == "dcp":
                 dcp.save(state, checkpoint_id=tmp_path)
                 state = replace_shards(model_state(target, form), column_major)

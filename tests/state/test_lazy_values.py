@@ -43,7 +43,10 @@ class Lazy:
 
 
 def lazily(state: dict[str, Any]) -> dict[str, Any]:
-    return {name: Lazy(value.clone, value) for name, value in state.items()}
+    return {
+        name: Lazy(value.clone, value) if isinstance(value, Tensor) else value
+        for name, value in state.items()
+    }
 
 
 @pytest.mark.parametrize("config", [FLAT, ORIGINAL, UNSHARDED, MESH])
@@ -51,18 +54,20 @@ def lazily(state: dict[str, Any]) -> dict[str, Any]:
 @on_ranks("world_size")
 def test_lazy_values_load_like_tensors(world_size: int, config: Config) -> None:
     wanted = make_model(1).state_dict()
+    real = {n for n, v in wanted.items() if isinstance(v, Tensor) and v.is_floating_point()}
+    half = {name: v.half() if name in real else v for name, v in wanted.items()}
     model = shard(make_model(2), config)
+    model.load_state_dict(lazily(half))
+    expected = {name: half[name].to(v.dtype) if name in real else v for name, v in wanted.items()}
+    assert_same(model.state_dict(), expected)
     assert str(model.load_state_dict(lazily(wanted))) == "<All keys matched successfully>"
     assert_same(model.state_dict(), wanted)
-    model.blocks[0].load_state_dict(lazily(make_model(3).blocks[0].state_dict()))
-    assert_same(model.blocks[0].state_dict(), make_model(3).blocks[0].state_dict())
+    block = make_model(3).blocks[0].state_dict()
+    model.blocks[0].load_state_dict(lazily(block))
+    assert_same(model.blocks[0].state_dict(), block)
     with FSDP.summon_full_params(model):
         model.load_state_dict(lazily(wanted))
     assert_same(model.state_dict(), wanted)
-    half = {n: v.half() if v.is_floating_point() else v for n, v in wanted.items()}
-    model.load_state_dict(lazily(half))
-    expected = {name: half[name].to(value.dtype) for name, value in wanted.items()}
-    assert_same(model.state_dict(), expected)
 
 
 def wrapped_stack(seed: int) -> FSDP:
@@ -145,7 +150,10 @@ def test_a_value_that_does_not_load_is_an_error_on_all_ranks() -> None:
         ("float64", lambda: torch.ones(3, 1, 5).double()),
     ]
     for words, load in faults:
-        given = {**lazily(make_model(1).state_dict()), "cube": Lazy(load, torch.empty(3, 1, 5))}
+        given = {
+            **lazily(make_model(1).state_dict()),
+            "cube": Lazy(load, torch.empty(3, 1, 5)),
+        }
         model = shard(make_model(2), UNSHARDED)
         with pytest.raises(CheckpointError, match=f"(?s){words}.*'cube'"):
             model.load_state_dict(given)
@@ -153,7 +161,11 @@ def test_a_value_that_does_not_load_is_an_error_on_all_ranks() -> None:
         rank0_only(model)
         with pytest.raises(CheckpointError, match=f"(?s){words}.*'cube'"):  # on all ranks
             model.load_state_dict(given if dist.get_rank() == 0 else {})
-        count = {**given, "cube": make_model(1).cube, "count": Lazy(load, torch.empty(()))}
+        count = {
+            **given,
+            "cube": make_model(1).cube,
+            "count": Lazy(load, torch.empty(())),
+        }
         with pytest.raises(CheckpointError, match="'count'"):
             model.load_state_dict(count if dist.get_rank() == 0 else None)
         model.load_state_dict(lazily(make_model(1).state_dict()) if dist.get_rank() == 0 else None)

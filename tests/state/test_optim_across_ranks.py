@@ -4,11 +4,9 @@ on all ranks."""
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -22,25 +20,18 @@ from torch.distributed.checkpoint.state_dict import (
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import checkpoint
-from fsdp_compat._comm.transport import Transport
 from fsdp_compat.errors import UsageError
-from tests.support.odd_model import train
+from tests.support.odd_model import Config, assert_same, make_model, shard, state_by_name, train
 from tests.support.optimizer_state import (
     FEW_CONFIGS,
     OPTIMIZERS,
-    Config,
     TakesAsItIs,
-    assert_state,
-    by_name,
     from_rank0,
     full_state,
     load,
-    load_into_new,
     loadable,
-    make_model,
     params_of,
     refuses,
-    shard,
     sharded,
     sharded_state,
     trained,
@@ -58,27 +49,6 @@ def shuffled(model: nn.Module, groups: bool) -> torch.optim.Optimizer:
         start = dist.get_rank() % len(params)
         group["params"] = params[start:] + params[:start] if dist.get_rank() != 1 else params[::-1]
     return AdamW(found[:: -1 if groups and dist.get_rank() == 1 else 1])
-
-
-@on_ranks(2)
-def test_facts_of_optimizers_are_sent_whole_only_if_they_differ() -> None:
-    """As they do if a rank leaves out a parameter that it has no element of."""
-    model = shard(make_model(), ("SHARD_GRAD_OP", True, "none"))
-    gather = Transport.gather_objects
-
-    def count(params: list[nn.Parameter]) -> int:
-        optimizer = AdamW(params)
-        train(model, optimizer, range(1))
-        with mock.patch.object(Transport, "gather_objects", autospec=True) as counted:
-            counted.side_effect = gather
-            sharded_state(model, optimizer)
-            return counted.call_count
-
-    params = dict(model.named_parameters())
-    vacant = {name for name, p in params.items() if not p.numel() and "nothing" not in name}
-    dropped = vacant if dist.get_rank() else set()
-    assert count(list(params.values())) == 0
-    assert count([p for n, p in params.items() if n not in dropped]) > 0
 
 
 FULL = StateDictOptions(full_state_dict=True)
@@ -106,18 +76,18 @@ def test_ranks_may_order_their_optimizers_parameters_differently(tmp_path: Any) 
         optimizer = shuffled(model, groups)
         train(model, optimizer, range(2))
         full = full_state(model, optimizer)
-        assert_state(full["state"], by_name(plain, reference)["state"], tolerance=1e-4)
+        assert_same(full["state"], state_by_name(plain, reference)["state"], rtol=1e-4, atol=1e-4)
         alone = full_state(model, optimizer, rank0_only=True)
-        assert_state(alone.get("state", {}), full["state"] if dist.get_rank() == 0 else {})
+        assert_same(alone.get("state", {}), full["state"] if dist.get_rank() == 0 else {})
         found = get_optimizer_state_dict(model, optimizer, options=FULL)
-        assert_state(found["state"], full["state"])
+        assert_same(found["state"], full["state"])
         boxes = sharded_state(model, optimizer)
         other_way = shard(make_model(), ("FULL_SHARD", config[1], "none"))
         path = checkpoint.save(tmp_path, model, optimizer, step=step)
         for target, way in itertools.product((model, other_way), loads(full, boxes, path)):
             other = shuffled(target, groups)
             way(target, other)
-            assert_state(full_state(target, other)["state"], full["state"])
+            assert_same(full_state(target, other)["state"], full["state"])
             settings = {group["lr"]: group["weight_decay"] for group in other.param_groups}
             assert settings == ({0.02: 0.3, 0.005: 0.0} if groups else {0.02: 0.1})
 
@@ -167,7 +137,7 @@ def test_a_unit_missing_or_a_parameter_too_many_on_one_rank_is_an_error_on_all(
             assert_refused(call, "blocks.1.", f"rank(s) [{lacks}]")
             if not name.endswith("save"):
                 alike[name]()  # nothing is left behind
-    assert_state(full_state(model, optimizer)["state"], full["state"])
+    assert_same(full_state(model, optimizer)["state"], full["state"])
     if dist.get_rank() == 1:
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
     for call in ways(model, optimizer, full, boxes, path).values():
@@ -175,7 +145,7 @@ def test_a_unit_missing_or_a_parameter_too_many_on_one_rank_is_an_error_on_all(
 
 
 @on_ranks(2)
-def test_other_parameters_outside_of_units_are_an_error_on_all(tmp_path: Any) -> None:
+def test_other_parameters_sizes_and_states_of_a_rank_are_errors_on_all(tmp_path: Any) -> None:
     container = nn.ModuleDict(
         {"model": shard(make_model(), FEW_CONFIGS[0]), "plain": nn.Linear(2, 2)}
     )
@@ -187,24 +157,20 @@ def test_other_parameters_outside_of_units_are_an_error_on_all(tmp_path: Any) ->
         lambda: checkpoint.save(tmp_path, container, optimizer, step=1),
     ):
         assert_refused(call, "outside of units", f"rank(s) [{1 - dist.get_rank()}]")
-
-
-@on_ranks(2)
-def test_other_sizes_and_states_that_a_rank_lacks_are_errors_on_all() -> None:
-    model = FSDP(nn.Linear(3, 4 + 4 * dist.get_rank()))
-    optimizer = OPTIMIZERS["Adagrad"](model.parameters())  # which has state at once
+    other = FSDP(nn.Linear(3, 4 + 4 * dist.get_rank()))
+    its = OPTIMIZERS["Adagrad"](other.parameters())  # which has state at once
     for call in (
-        lambda: full_state(model, optimizer),
-        lambda: from_rank0(model, optimizer, {"state": {}}),
+        lambda: full_state(other, its),
+        lambda: from_rank0(other, its, {"state": {}}),
     ):
         assert_refused(call, "8 elements on rank 0", "16 elements on rank 1")
-    for use_orig_params in (False, True):
-        model, optimizer = sharded(("FULL_SHARD", use_orig_params, "blocks"), steps=1)
+    for config, state_of in itertools.product(FEW_CONFIGS[:2], (full_state, sharded_state)):
+        model, optimizer = sharded(config, steps=1)
         if dist.get_rank() == 1:
             optimizer.state.clear()  # as after loading on one rank alone
-        for state_of in (full_state, sharded_state):
-            call = functools.partial(state_of, model, optimizer)
-            assert_refused(call, "the state", "on rank 0, not on 1")
+        assert_refused(
+            lambda m=model, o=optimizer, take=state_of: take(m, o), "on rank 0, not on 1"
+        )
 
 
 @pytest.mark.parametrize("lacks", ["parameters", "states"])
@@ -219,17 +185,17 @@ def test_an_optimizer_may_lack_parameters_its_rank_has_no_part_of(
     for p in [p for p in optimizer.state if not p.numel()]:
         del optimizer.state[p]
     assert len(optimizer.state) < len(list(model.parameters()))
-    expected = by_name(plain, reference)["state"]
+    expected = state_by_name(plain, reference)["state"]
     del expected["nothing"]
     full = full_state(model, optimizer)
-    assert_state(full["state"], expected, tolerance=1e-4)
+    assert_same(full["state"], expected, rtol=1e-4, atol=1e-4)
     path = checkpoint.save(tmp_path, model, optimizer, step=1)
     boxes = sharded_state(model, optimizer)
     assert boxes["state"].keys() == expected.keys(), "on every rank, as with torch"
     for way in loads(full, boxes, path)[:4]:
         other = AdamW(p for p in model.parameters() if p.numel())
         way(model, other)
-        assert_state(full_state(model, other)["state"], full["state"])
+        assert_same(full_state(model, other)["state"], full["state"])
 
 
 class InBlocks(TakesAsItIs):
@@ -247,9 +213,8 @@ class InBlocks(TakesAsItIs):
 def test_states_whose_dtypes_differ_are_not_mixed(world_size: int) -> None:
     model, optimizer = sharded(("FULL_SHARD", True, "none"), InBlocks, steps=1)
     full = full_state(model, optimizer)
-    assert_state(load_into_new(model, InBlocks, full), full["state"])
     other = InBlocks(model.parameters())
     load(model, other, full)
-    for p in (p for p in model.parameters() if p.numel()):
+    for p in (p for p in optimizer.state if p.numel()):
         assert other.state[p]["seen"].dtype == optimizer.state[p]["seen"].dtype
         assert torch.equal(other.state[p]["seen"], optimizer.state[p]["seen"])

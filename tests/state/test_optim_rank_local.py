@@ -19,26 +19,27 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import optim
-from fsdp_compat._state.optim_contents import StateKind, classify, classify_all
-from fsdp_compat._state.units import clean_name
 from fsdp_compat.errors import CheckpointError, StateError
-from tests.support.odd_model import assert_same, train
+from tests.support.odd_model import (
+    Config,
+    assert_same,
+    by_rank,
+    make_model,
+    shard,
+    state_by_name,
+    train,
+)
 from tests.support.optimizer_state import (
     OPTIMIZERS,
-    Config,
     NeedsClosure,
     TakesAsItIs,
     Trained,
-    assert_state,
-    by_name,
-    by_rank,
     from_rank0,
     full_state,
     loadable,
-    make_model,
     refuses,
-    shard,
     sharded_state,
     trained,
 )
@@ -95,7 +96,7 @@ CONFIGS: tuple[Config, ...] = (
 
 
 def in_config(config: Config, make: Any = Blocks, seed: int = 0, odd: bool = True) -> Trained:
-    return trained(shard(make_model(seed, odd), config), make)
+    return trained(shard(make_model(seed, odd), config, ignored_modules=[]), make)
 
 
 def states_of(optimizer: torch.optim.Optimizer) -> list[Any]:
@@ -114,6 +115,11 @@ def rank_keys(state: dict[str, Any]) -> set[tuple[str, str]]:
     return {(name, key) for name, entry in state["state"].items() for key in entry if "@" in key}
 
 
+def clean(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    named = model.named_parameters()
+    return [(name.replace("_fsdp_wrapped_module.", ""), p) for name, p in named if p.requires_grad]
+
+
 def tensors_in(value: Any) -> Iterator[Tensor]:
     for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor):
@@ -125,43 +131,42 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 # --- what is what ---------------------------------------------------------------------------------
 
 
-class Named(torch.Tensor):
+class Kinds(TakesAsItIs):
+    """Keeps one of everything."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in (p for group in self.param_groups for p in group["params"]):
+            zeros = torch.zeros_like(p)
+            whole = {"int": 1, "bool": True, "text": "a", "none": None, "count": torch.tensor(3)}
+            parts = {
+                "zeros": zeros,
+                "bytes": zeros.to(torch.uint8),
+                "named": zeros.as_subclass(Sub),
+            }
+            own = {
+                "few": zeros[:1].clone(),
+                "column": zeros.reshape(-1, 1),
+                "list": [],
+                "pair": (1, 2),
+            }
+            own |= {"sparse": zeros.to_sparse(), "object": History(torch.ones(()))}
+            # of one parameter it has the shape by chance
+            blocks = {"scales": torch.zeros(-(-p.numel() // 4))}
+            self.state[p] = {**whole, **parts, **own, **blocks}
+
+
+class Sub(torch.Tensor):
     """A subclass that is a tensor like any other."""
 
 
-class Standing(torch.Tensor):
-    """A subclass that stands for tensors that it holds, as quantized ones do."""
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise NotImplementedError(func)
-
-
-def test_states_are_classified_by_type_and_shape() -> None:
-    target = nn.Parameter(torch.zeros(6))
-    zeros, column = torch.zeros(6), torch.zeros(6, 1)
-    standing = torch.Tensor._make_wrapper_subclass(Standing, (6,))  # type: ignore[attr-defined]
-    kinds: dict[StateKind, list[Any]] = {
-        StateKind.SCALAR: [1, 2.5, True, 1j, None, "text", torch.tensor(3), torch.tensor(1.0)],
-        StateKind.PER_ELEMENT: [zeros, zeros.to(torch.uint8), zeros.as_subclass(Named)],
-        StateKind.RANK_LOCAL: [
-            *(zeros[:2], zeros[:1], column, zeros.to_sparse(), standing),
-            *([], {"a": 1}, (1, 2), History(torch.ones(()))),
-        ],
-    }
-    for kind, values in kinds.items():
-        assert {classify(value, target) for value in values} == {kind}
-    assert classify(torch.zeros(()), nn.Parameter(torch.zeros(()))) is StateKind.SCALAR
-
-
-def test_a_rank_local_state_stays_rank_local_where_its_shape_fits_by_chance() -> None:
-    large, one, none = (nn.Parameter(torch.zeros(n)) for n in (9, 1, 0))
-    states = {
-        p: {"codes": torch.zeros(p.shape), "scales": torch.zeros(-(-p.numel() // 4))}
-        for p in (large, one, none)
-    }
-    for its in classify_all(states).values():
-        assert its == {"codes": StateKind.PER_ELEMENT, "scales": StateKind.RANK_LOCAL}
+@pytest.mark.filterwarnings("ignore")
+@on_ranks(2)
+def test_a_state_is_local_to_a_rank_by_type_and_shape() -> None:
+    model = FSDP(nn.ParameterList([torch.zeros(9, 2), torch.zeros(2)]), use_orig_params=True)
+    optimizer = Kinds(model.parameters(), lr=0.1)
+    optimizer.step()
+    local = {key.partition("@")[0] for _, key in rank_keys(full_state(model, optimizer))}
+    assert local == {"few", "column", "list", "pair", "sparse", "object", "scales"}
 
 
 # --- saved and restored ---------------------------------------------------------------------------
@@ -220,8 +225,7 @@ def test_every_state_is_restored_bit_equal_at_an_equal_layout(
 
 @on_ranks(4)
 def test_replicas_load_the_state_of_the_same_part() -> None:
-    mesh = dist.init_device_mesh("cpu", (2, 2))
-    model = shard(make_model(), ("HYBRID_SHARD", False, "none"), device_mesh=mesh)
+    model = shard(make_model(), ("HYBRID_SHARD", False, "none"), ignored_modules=[])
     optimizer = trained(model, Blocks)[1]
     expected = copy.deepcopy(states_of(optimizer))
     full = full_state(model, optimizer, rank0_only=True)
@@ -229,7 +233,7 @@ def test_replicas_load_the_state_of_the_same_part() -> None:
     for entry in expected:
         entry["nested"]["rank"] %= 2
     if rank() == 0:
-        assert len(rank_keys(full)) == len(RANK_LOCAL) * 2
+        assert len(rank_keys(full)) == len(RANK_LOCAL) * 2 * 2  # dtypes, parts
     optimizer.load_state_dict(from_rank0(model, optimizer, full))
     assert_same_states(optimizer, expected)
 
@@ -239,7 +243,7 @@ def test_scalars_that_differ_between_ranks_are_kept_per_rank() -> None:
     own = functools.partial(Blocks, own=lambda p: {"norm": float(rank()), "same": 2.0})
     model, optimizer = in_config(CONFIGS[1], own)
     full = full_state(model, optimizer)
-    parts = by_rank({clean_name(name) for name, p in model.named_parameters() if p.numel()})
+    parts = by_rank({name for name, p in clean(model) if p.numel()})
     assert parts[0] & parts[1] and parts[0] ^ parts[1]
     for name, entry in full["state"].items():
         assert entry["same"] == 2.0
@@ -310,9 +314,9 @@ def test_on_one_rank_factored_state_equals_the_unwrapped_optimizers() -> None:
     config: Config = ("NO_SHARD", True, "blocks")
     model, optimizer = in_config(config, torch.optim.Adafactor, odd=False)
     plain, reference = trained(make_model(odd=False), torch.optim.Adafactor)
-    found, expected = full_state(model, optimizer), by_name(plain, reference)
+    found, expected = full_state(model, optimizer), state_by_name(plain, reference)
     assert "row_var" in found["state"]["embed.weight"]
-    assert_state(found["state"], expected["state"], 1.3e-6, 1e-5)
+    assert_same(found["state"], expected["state"], rtol=1.3e-6, atol=1e-5)
     other = torch.optim.Adafactor(model.parameters())
     other.load_state_dict(loadable(model, other, reference.state_dict()))
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
@@ -331,7 +335,7 @@ def test_on_one_rank_factored_state_equals_the_unwrapped_optimizers() -> None:
 @on_ranks(2)
 def test_the_first_dict_warns_once_about_all_rank_local_states() -> None:
     model, optimizer = in_config(CONFIGS[1])
-    names = [clean_name(name) for name, p in model.named_parameters() if p.numel()]
+    names = [name for name, p in clean(model) if p.numel()]
     caught = []
     for _ in range(2):
         with warnings.catch_warnings(record=True) as found:
@@ -351,7 +355,7 @@ def test_the_first_dict_warns_once_about_all_rank_local_states() -> None:
 @on_ranks(2)
 def test_a_check_works_before_training_and_changes_nothing() -> None:
     for config in CONFIGS:
-        model = shard(make_model(), config)
+        model = shard(make_model(), config, ignored_modules=[])
         for make in OPTIMIZERS.values():
             assert optim.check(model, make(model.parameters())) == []
         factored = torch.optim.Adafactor(model.parameters())
@@ -366,7 +370,7 @@ def test_a_check_works_before_training_and_changes_nothing() -> None:
         seed = torch.get_rng_state()
         found = optim.check(model, optimizer)
         assert set(found) == {
-            f"{name}.{key}" for name, _ in make_model().named_parameters() for key in RANK_LOCAL
+            f"{name}.{key}" for name, _ in clean(make_model()) for key in RANK_LOCAL
         }
         assert not optimizer.state
         assert torch.equal(torch.get_rng_state(), seed)

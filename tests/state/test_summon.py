@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import ShardingStrategy
-from fsdp_compat._engine.gradients import LARGE
 from fsdp_compat.errors import UsageError
 from tests.support.odd_model import Config, assert_identical, assert_same, make_model, shard, train
-from tests.support.optimizer_state import FEW_CONFIGS
+from tests.support.optimizer_state import FEW_CONFIGS, num_sent
+from tests.support.parity import groups_of
 from tests.support.ranks import on_ranks
 from tests.support.sampling import sample
 
@@ -27,7 +27,7 @@ CONFIGS: tuple[Config, ...] = (*FEW_CONFIGS, ("NO_SHARD", True, "blocks"))
 
 
 def wrapped(config: Config) -> FSDP:
-    return shard(make_model(), config)
+    return shard(make_model(), config, ignored_modules=[])
 
 
 def losses_of(model: nn.Module) -> Tensor:
@@ -64,7 +64,7 @@ def test_parameters_are_whole_and_have_their_own_names_inside(world_size: int) -
     for config in CONFIGS:
         inner = make_model()
         originals = list(inner.parameters())
-        model = shard(inner, config)
+        model = shard(inner, config, ignored_modules=[])
         before = slots(model)
         assert {name for name, _ in model.named_parameters()}.isdisjoint(expected), (
             "outside they carry the prefix of the wrapper"
@@ -252,7 +252,7 @@ def test_gradients_are_shown_whole_and_changes_of_them_are_kept(world_size: int)
 
 
 def sharded_params(model: FSDP) -> list[nn.Parameter]:
-    return [param for group in model._runtime.groups for param, _ in group.store.sharded_params]
+    return [param for group, _ in groups_of(model) for param, _ in group.store.sharded_params]
 
 
 @torch.no_grad()
@@ -289,11 +289,11 @@ def test_a_generation_loop_inside_uses_whole_parameters_and_sends_nothing() -> N
     for config in CONFIGS:
         model = wrapped(config).eval()
         with torch.no_grad(), FSDP.summon_full_params(model, writeback=False):
-            before = model._runtime.groups[0].shard.traffic.counts.total()
+            before = num_sent(model)
             assert torch.equal(generated(model), expected)
             if dist.get_rank() == 1:
                 model(expected)
-            assert model._runtime.groups[0].shard.traffic.counts.total() == before
+            assert num_sent(model) == before
         assert step(model.train()) == pytest.approx(step(make_model()), rel=1e-6)
 
 
@@ -301,7 +301,7 @@ def test_a_generation_loop_inside_uses_whole_parameters_and_sends_nothing() -> N
 @on_ranks(2)
 def test_gradients_arrive_after_a_first_forward_inside(use_orig_params: bool) -> None:
     """Large parameters have a hook each, which the first forward puts there."""
-    plain = nn.Linear(LARGE // 256, 256)
+    plain = nn.Linear(256, 256)
     model = FSDP(copy.deepcopy(plain), use_orig_params=use_orig_params)
     x = torch.linspace(-1, 1, 2 * plain.in_features).view(2, -1)
     with FSDP.summon_full_params(model):

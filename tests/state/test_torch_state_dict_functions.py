@@ -1,17 +1,11 @@
-"""torch.distributed.checkpoint.state_dict's functions on our models: the unsharded model's values,
-for every option."""
+"""torch.distributed.checkpoint.state_dict's functions on our models beyond values, which
+test_matrix.py compares: parts of models, strictness, several optimizers, names."""
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
-import importlib
-import inspect
 import itertools
-import re
-import sys
-import types
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -34,29 +28,27 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat._torch_patches import dcp_adapter
 from fsdp_compat.errors import CheckpointError, UsageError
 from tests.support.fully_sharded import flattened
 from tests.support.odd_model import (
-    STEPS,
     Config,
     assert_same,
     assert_same_optim,
+    each_tensor,
     in_state,
     make_model,
     make_optimizer,
     run_of,
     settings_by_name,
     shard,
+    state_by_name,
     train,
 )
 from tests.support.programs import python
 from tests.support.ranks import on_ranks
-from tests.support.sampling import sample
 
 CONFIGS: tuple[Config, ...] = (
     ("FULL_SHARD", False, "blocks"),
@@ -75,7 +67,7 @@ def ours_in_state(
     kind: str, config: Config, run: Mapping[str, Any]
 ) -> tuple[FSDP, torch.optim.Optimizer]:
     """One of our models, with its optimizer, in the state of an unsharded run."""
-    model = shard(make_model(99, scalar=run["model"]["gain"].dim() == 0), config)
+    model = shard(make_model(99, odd=run["model"]["gain"].dim() == 0), config)
     return model, in_state(model, kind, run)
 
 
@@ -117,70 +109,28 @@ def _flattened(optim: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("world_size", "kind", "configs"),
-    [
-        *sample([(1, "Adam", CONFIGS[:1]), (2, "Adam", CONFIGS[2:]), (3, "Adam", CONFIGS[:2])], 2),
-        (2, "SGD", CONFIGS[1:2]),
-    ],
-)
-@on_ranks("world_size")
-def test_every_option_gives_the_unsharded_models_values(
-    world_size: int, kind: str, configs: tuple[Config, ...]
-) -> None:
+@pytest.mark.parametrize("kind", ["Adam", "SGD"])
+@on_ranks(2)
+def test_parts_of_the_state_have_the_unsharded_models_values(kind: str) -> None:
     run = run_of(kind)
-    for config in configs:
+    for config in CONFIGS:
         model, optimizer = ours_in_state(kind, config, run)
-        # whole, on all ranks or on the first
-        assert_in_state(model, optimizer, run)
         state = get_model_state_dict(model, options=FULL)
-        assert all(type(value) is Tensor for value in state.values())
+        assert all(type(value) is Tensor for value in state.values() if isinstance(value, Tensor))
         assert list(state) == list(run["model"])
-        state, optim = get_state_dict(model, optimizer, options=ON_RANK0)
-        if dist.get_rank() == 0:
-            assert_same(state, run["model"])
-            assert_same_optim(optim, run["optim"])
-        else:
-            assert (state, optim) == ({}, {})
-        # sharded
-        is_sharded = config[0] == "FULL_SHARD" and world_size > 1
+        is_sharded = config[0] == "FULL_SHARD"
         assert isinstance(get_model_state_dict(model)["cube"], ShardedTensor) is is_sharded
-        for offload in (False, True):
-            assert_in_state(model, optimizer, run, cpu_offload=offload)
-        # parts of it
         for full in (True, False):
             trained = StateDictOptions(full_state_dict=full, ignore_frozen_params=True)
             state = get_model_state_dict(model, options=trained)
             assert set(run["model"]) - set(state) == {"frozen.weight", "frozen.bias"}
-        _part_of_the_model(model, run["model"])
-        # one flat dict
-        for full in (True, False):
             flat = StateDictOptions(full_state_dict=full, flatten_optimizer_state_dict=True)
             optim = get_optimizer_state_dict(model, optimizer, options=flat)
             assert_same(optim, _flattened(run["optim"]))
-        again = make_optimizer(kind, model)
-        set_optimizer_state_dict(model, again, optim, options=flat)
-        assert_in_state(model, again, run)
-        # and on
-        losses = train(model, again, range(STEPS, STEPS + 2))
-        assert losses == pytest.approx(run["losses"], rel=1e-6)
+        _part_of_the_model(model, run["model"])
 
 
-# --- from rank 0, strictness, several optimizers --------------------------------------------------
-
-
-@pytest.mark.parametrize("world_size", sample([1, 2], 1))
-@on_ranks("world_size")
-def test_a_dict_on_rank_0_alone_loads_on_all_ranks(world_size: int) -> None:
-    run, first = run_of("Adam"), dist.get_rank() == 0
-    empty: dict[str, Any] = {"model": {}, "optim": {}}
-    for config, options in itertools.product(CONFIGS[:world_size], (FROM_RANK0, ON_RANK0)):
-        model = shard(make_model(99), config)
-        optimizer = in_state(model, "Adam", run if first else empty, options)
-        assert_in_state(model, optimizer, run)
-        other = make_model(5).state_dict()
-        set_model_state_dict(model, other if first else {}, options=options)
-        assert_same(get_model_state_dict(model, options=FULL), other)
+# --- strictness, several optimizers ---------------------------------------------------------------
 
 
 @on_ranks(2)
@@ -193,7 +143,8 @@ def test_strict_reports_missing_entries_and_without_it_the_rest_loads() -> None:
     }
     for config in CONFIGS[:2]:
         model, optimizer = ours_in_state("Adam", config, run)
-        part = {n: value + 1 for n, value in run["model"].items() if n.startswith("blocks.")}
+        part = {n: value for n, value in run["model"].items() if n.startswith("blocks.")}
+        part = each_tensor(part, lambda value: value + 1)
         given = dict(part)
         with pytest.raises(RuntimeError, match=r"Missing key\(s\)"):
             set_model_state_dict(model, part, options=FULL)
@@ -263,51 +214,41 @@ def test_several_optimizers_share_one_dict() -> None:
         assert_in_state(model, both, run)
 
 
-def _beside(run: Mapping[str, Any], values: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The state of a model of which ``inner`` is that of the run, with parameters ``beside``."""
-    beside = {f"beside.{name}": torch.full_like(value, 2.0) for name, value in values.items()}
-    states = {f"inner.{name}": entry for name, entry in run["optim"]["state"].items()}
-    step = run["optim"]["state"]["embed.weight"]["step"]
-    for name, value in beside.items():
-        states[name] = {"step": step.clone(), "exp_avg": value + 1, "exp_avg_sq": value + 2}
-    groups = [
-        {**group, "params": [f"inner.{name}" for name in group["params"]]}
-        for group in run["optim"]["param_groups"]
-    ]
-    groups[1]["params"] += list(beside)
-    return {
-        "model": {**{f"inner.{name}": value for name, value in run["model"].items()}, **beside},
-        "optim": {"state": states, "param_groups": groups},
-    }
+def _in_container(seed: int, wrap: Callable[[Any], Any], ddp: Any) -> tuple[Any, Any]:
+    """A model in a module that is not wrapped, beside a parameter of it, after a step."""
+    inner, beside = make_model(seed), nn.Linear(2, 3)
+    inner.blocks[0] = torch.compile(inner.blocks[0], backend="eager") if ddp else inner.blocks[0]
+    inner.blocks[1] = checkpoint_wrapper(inner.blocks[1]) if ddp else inner.blocks[1]
+    model = nn.ModuleDict({"inner": wrap(inner), "beside": ddp(beside) if ddp else beside})
+    optimizer = make_optimizer("Adam", model)
+    for parameter in (p for p in model.parameters() if p.requires_grad):
+        parameter.grad = torch.full_like(parameter, 0.5 + seed)
+    optimizer.step()
+    return model, optimizer
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @on_ranks(2)
 def test_names_are_those_of_the_unwrapped_model(use_orig_params: bool) -> None:
     """Compiled, recomputed, below a module that is not wrapped, and beside parameters of it."""
-    plain = make_model(99)
-    plain.blocks[0] = torch.compile(plain.blocks[0], backend="eager")
-    plain.blocks[1] = checkpoint_wrapper(plain.blocks[1])
-    inner = shard(plain, ("FULL_SHARD", use_orig_params, "blocks"))
-    assert not any("_orig_mod" in name for name in inner.state_dict())
-    compiled = torch.compile(inner, backend="eager")
-    beside = nn.Linear(2, 3)
-    model = nn.ModuleDict({"inner": compiled, "beside": DistributedDataParallel(beside)})
-    run = _beside(run_of("Adam"), beside.state_dict())
-    optimizer = in_state(model, "Adam", run)
+
+    def wrap(inner: Any) -> Any:
+        config = ("FULL_SHARD", use_orig_params, "blocks")
+        return torch.compile(shard(inner, config), backend="eager")
+
+    plain, reference = _in_container(1, lambda inner: inner, None)
+    run = {"model": plain.state_dict(), "optim": state_by_name(plain, reference)}
+    model, optimizer = _in_container(1, wrap, DistributedDataParallel)
     assert_in_state(model, optimizer, run)
     assert_in_state(model, optimizer, run, full_state_dict=False)
-    state, optim = get_state_dict(model, optimizer)
-    set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=optim)
-    state, optim = copy.deepcopy(get_state_dict(model, optimizer, options=ON_RANK0))
-    assert bool(state) is bool(optim) is (dist.get_rank() == 0)
-    zeros = {name: torch.zeros_like(value) for name, value in run["model"].items()}
-    set_model_state_dict(model, zeros, options=FULL)
-    optimizer = in_state(model, "Adam", {"model": state, "optim": optim}, ON_RANK0)
-    assert_in_state(model, optimizer, run)
-    set_model_state_dict(compiled, make_model(3).state_dict(), options=FULL)
-    for each in (compiled, inner):
-        assert_same(get_model_state_dict(each, options=FULL), make_model(3).state_dict())
+    for options in (None, FULL, ON_RANK0):
+        state, optim = copy.deepcopy(get_state_dict(model, optimizer, options=options))
+        assert options is not ON_RANK0 or bool(state) is bool(optim) is (dist.get_rank() == 0)
+        other, its = _in_container(2, wrap, DistributedDataParallel)
+        set_state_dict(other, its, model_state_dict=state, optim_state_dict=optim, options=options)
+        assert_in_state(other, its, run)
+    set_model_state_dict(model["inner"], make_model(3).state_dict(), options=FULL)
+    assert_same(get_model_state_dict(model["inner"], options=FULL), make_model(3).state_dict())
 
 
 class Factored(torch.optim.SGD):
@@ -327,7 +268,7 @@ def test_rank_local_state_returns_to_its_rank(tmp_path: Path) -> None:
     warnings.simplefilter("ignore")  # ours says what cannot be resharded
     flat = StateDictOptions(flatten_optimizer_state_dict=True)
     for number, (config, options) in enumerate(itertools.product(CONFIGS[:2], (None, FULL, flat))):
-        model = shard(make_model(), config)
+        model = shard(make_model(odd=False), config)
         optimizer = Factored(model.parameters(), lr=0.01, momentum=0.9)
         train(model, optimizer, range(1))
         saved = get_optimizer_state_dict(model, optimizer, options=options)
@@ -372,7 +313,24 @@ def test_taking_the_state_of_an_optimizer_without_state_changes_nothing(
     assert train(asked, other, range(2)) == losses
 
 
-# --- beside torch's own ---------------------------------------------------------------------------
+@on_ranks(1)
+def test_models_and_optimizers_with_methods_patched_by_torch_work() -> None:
+    """Torch lets a model's own methods call these functions, which must not call them back."""
+    model = FSDP(nn.Linear(2, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    state, optim = copy.deepcopy(get_state_dict(model, optimizer))
+    raised = {name: value + 1 for name, value in state.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch_functions._patch_model_state_dict(model, options=FULL)
+        torch_functions._patch_optimizer_state_dict(model, optimizers=(optimizer,), options=FULL)
+        assert_same(model.state_dict(), state)
+        assert_same_optim(optimizer.state_dict(), optim)
+        model.load_state_dict(raised)
+        optimizer.load_state_dict(optim)
+    assert_same(get_model_state_dict(model), raised)
 
 
 # --- how they are reached -------------------------------------------------------------------------
@@ -410,41 +368,11 @@ if child:
 
 def test_the_order_of_imports_does_not_matter() -> None:
     ended = python("-c", BOTH_ORDERS)
-    assert ended.stdout.split() == ["right", "right"], ended.stderr
-
-
-NAME = "torch.distributed.checkpoint.state_dict"
-
-
-def test_a_module_imported_later_or_again_is_patched_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    for _ in range(3):
-        dcp_adapter.patches.patch()
-    assert sys.meta_path.count(dcp_adapter.patches) == 1
-    before = sys.modules[NAME]
-    loader = type(before.__loader__)
-    monkeypatch.delitem(sys.modules, NAME)
-    monkeypatch.setattr(sys.modules["torch.distributed.checkpoint"], "state_dict", before)
-    again = importlib.import_module(NAME)
-    assert again is not before
-    for module in (before, again, importlib.reload(again)):
-        assert module.__spec__ is not None
-        assert type(module.__loader__) is type(module.__spec__.loader) is loader
-        for name in dcp_adapter.FUNCTIONS:
-            function = getattr(module, name)
-            assert (function.__name__, function.__module__) == (name, NAME)
-            assert next(iter(inspect.signature(function).parameters)) == "model"
-            assert function.__doc__
-        routed = {
-            name
-            for name, value in vars(module).items()
-            if name[0] != "_" and hasattr(value, "__wrapped__")
-        }
-        assert routed == set(dcp_adapter.FUNCTIONS)
+    assert ended.stdout.count("right") == 2, ended.stderr
 
 
 def test_other_models_get_torchs_results_and_errors() -> None:
     model = nn.Linear(2, 3)
-    dcp_adapter.patches.patch()
     assert_same(get_model_state_dict(model), model.state_dict())
     assert get_model_state_dict(model=model).keys() == model.state_dict().keys()
     for wrong, name in (
@@ -454,77 +382,3 @@ def test_other_models_get_torchs_results_and_errors() -> None:
     ):
         with pytest.raises(TypeError, match=rf"\b{name}\(\)"):
             wrong()  # type: ignore[operator]
-
-
-@dataclasses.dataclass
-class LaterOptions(StateDictOptions):
-    """What a later torch may have."""
-
-    compressed: bool = False
-
-
-LATER = """
-import functools
-
-def get_model_state_dict(model, *, submodules=None, options=None, names=None):
-    return "torch"
-
-def decorated(function):
-    @functools.wraps(function)
-    def around(*args, **kwargs):
-        return function(*args, **kwargs)
-    return around
-
-@decorated
-def get_optimizer_state_dict(model, optimizers, *, submodules=None, options=None):
-    return "torch"
-"""
-
-
-@on_ranks(1)
-def test_arguments_of_a_later_torch_are_refused_by_name() -> None:
-    model = FSDP(nn.Linear(2, 3))
-    state = get_model_state_dict(model, options=LaterOptions(full_state_dict=True))
-    assert state.keys() == {"weight", "bias"}
-    with pytest.raises(UsageError, match=re.escape(torch.__version__)) as caught:
-        get_model_state_dict(model, options=LaterOptions(full_state_dict=True, compressed=True))
-    assert "options.compressed" in str(caught.value)
-    with pytest.raises(UsageError, match="options has the wrong type"):
-        get_model_state_dict(model, options={"full_state_dict": True})  # type: ignore[arg-type]
-
-    theirs = TorchFSDP(nn.Linear(2, 3), device_id=torch.device("cpu"))
-    with pytest.raises(UsageError, match="of torch and of fsdp_compat"):
-        get_model_state_dict(nn.ModuleList([model, theirs]))
-
-    later = types.ModuleType("later")
-    exec(LATER, vars(later))
-    for _ in range(2):
-        dcp_adapter._route_all(later)
-    assert later.get_model_state_dict(nn.Linear(1, 1), names=1) == "torch"
-    assert later.get_model_state_dict(model).keys() == {"weight", "bias"}
-    with pytest.raises(UsageError, match="does not know: names"):
-        later.get_model_state_dict(model, names="short")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert later.get_optimizer_state_dict(nn.Linear(1, 1), optimizer) == "torch"
-    (group,) = later.get_optimizer_state_dict(model, optimizer)["param_groups"]
-    assert group["params"] == ["weight", "bias"]
-
-
-@on_ranks(1)
-def test_models_and_optimizers_with_methods_patched_by_torch_work() -> None:
-    """Torch lets a model's own methods call these functions, which must not call them back."""
-    model = FSDP(nn.Linear(2, 3))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    state, optim = copy.deepcopy(get_state_dict(model, optimizer))
-    raised = {name: value + 1 for name, value in state.items()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        torch_functions._patch_model_state_dict(model, options=FULL)
-        torch_functions._patch_optimizer_state_dict(model, optimizers=(optimizer,), options=FULL)
-        assert_same(model.state_dict(), state)
-        assert_same_optim(optimizer.state_dict(), optim)
-        model.load_state_dict(raised)
-        optimizer.load_state_dict(optim)
-    assert_same(get_model_state_dict(model), raised)

@@ -6,9 +6,9 @@ import copy
 import json
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,98 +17,40 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.optim import Optimizer
 
 from fsdp_compat import (
     CheckpointError,
     CPUOffload,
-    FullOptimStateDictConfig,
     ShardingStrategy,
     StateDictType,
     StateError,
     UsageError,
-    _torch_private,
     checkpoint,
     fully_shard,
     optim,
 )
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat._comm.backend import BackendTransport
-from fsdp_compat._comm.gloo_connections import OverConnections
-from fsdp_compat._comm.transport import Transport
-from fsdp_compat._comm.two_stages import TwoStages
-from fsdp_compat._engine.group import Group
-from fsdp_compat._state.units import model_units_in
 from fsdp_compat.optim import GatheredOptimizer
 from fsdp_compat.sharded_grad_scaler import ShardedGradScaler
 from tests.support.cases import about
-from tests.support.hosts import hosts
+from tests.support.models import Layers as Net
+from tests.support.odd_model import LAYOUTS
+from tests.support.parity import no_sync
 from tests.support.ranks import on_ranks, run_ranks
 
 LR = 0.02
+each_layout = pytest.mark.parametrize("layout", ["flat", "original", "rows"])
+FLAT = pytest.mark.parametrize("layout", ["flat", "original"])
 
-
-class Layer(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.norm = nn.Linear(12, width, bias=False), nn.LayerNorm(width)
-        self.down = nn.Linear(width, 12)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.norm(self.up(x))))
-
-
-class Net(nn.Module):
-    """With a tied and a frozen parameter, a scalar, and a layer that is not used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList([Layer(17), Layer(30)])
-        self.head = nn.Linear(12, 12)
-        self.again = self.head
-        self.unused, self.scale = Layer(9), nn.Parameter(torch.tensor(2.0))
-        self.layers[1].norm.weight.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.again(self.head(x)) * self.scale
-
-
-def flat(model: nn.Module, **options: Any) -> nn.Module:
-    return FSDP(model, auto_wrap_policy={"Layer"}, **options)
-
-
-def original(model: nn.Module, **options: Any) -> nn.Module:
-    return flat(model, use_orig_params=True, **options)
-
-
-def rows(model: nn.Module, **options: Any) -> nn.Module:
-    for layer in (*model.layers, model.unused):
-        fully_shard(layer, **options)
-    return fully_shard(model, **options)
-
-
-LAYOUTS: dict[str, Callable[..., nn.Module]] = {"flat": flat, "original": original, "rows": rows}
-each_layout = pytest.mark.parametrize("layout", LAYOUTS)
-
-
-def muon(params: Any) -> Optimizer:
-    return torch.optim.Muon(params, lr=LR)
-
-
-def adafactor(params: Any) -> Optimizer:
-    return torch.optim.Adafactor(params, lr=LR)
-
-
-def adamw(params: Any) -> Optimizer:
-    return torch.optim.AdamW(params, lr=LR)
-
-
-OPTIMIZERS = {"muon": muon, "adafactor": adafactor, "adamw": adamw}
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "muon": partial(torch.optim.Muon, lr=LR),
+    "adafactor": partial(torch.optim.Adafactor, lr=LR),
+    "adamw": partial(torch.optim.AdamW, lr=LR),
+}
+muon, adafactor, adamw = OPTIMIZERS.values()
+sgd = partial(torch.optim.SGD, lr=0.1)
 
 
 def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
@@ -130,11 +72,13 @@ class Together:
             each.zero_grad()
 
 
-def beside(model: nn.Module, make: Callable[[Any], Optimizer]) -> Together:
+def beside(
+    model: nn.Module, make: Callable[[Any], Optimizer], select: Any = is_matrix, others: Any = adamw
+) -> Together:
     """Return what ``sharded`` does, of an unsharded model."""
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    chosen = [p for n, p in named if is_matrix(n, tuple(p.shape))]
-    return Together(make(chosen), adamw([p for n, p in named if not is_matrix(n, tuple(p.shape))]))
+    chosen = [p for n, p in named if select(n, tuple(p.shape))]
+    return Together(make(chosen), others([p for n, p in named if not select(n, tuple(p.shape))]))
 
 
 def sharded(model: nn.Module, make: Callable[[Any], Optimizer]) -> GatheredOptimizer:
@@ -159,10 +103,13 @@ def train(
 
 
 def expected(
-    make: Callable[[Any], Optimizer], steps: Sequence[int] = range(4), num_ranks: int = 1
+    make: Callable[[Any], Optimizer],
+    steps: Sequence[int] = range(4),
+    num_ranks: int = 1,
+    **chosen: Any,
 ) -> dict[str, Tensor]:
     model = Net()
-    train(model, beside(model, make), steps, num_ranks)
+    train(model, beside(model, make, **chosen), steps, num_ranks)
     return {name: value.detach() for name, value in model.state_dict().items()}
 
 
@@ -178,11 +125,11 @@ def assert_near(found: dict[str, Tensor], right: dict[str, Tensor], *, is_exact:
         assert error <= (0.0 if is_exact else 1e-6), f"{name}: {error}"
 
 
-@each_layout
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @on_ranks("world_size")
 def test_steps_are_those_of_one_process(world_size: int, layout: str) -> None:
-    for make in OPTIMIZERS.values():
+    for make in OPTIMIZERS.values() if layout != "columns" else (muon,):
         model = LAYOUTS[layout](Net())
         with about(make):
             train(model, sharded(model, make))
@@ -192,63 +139,12 @@ def test_steps_are_those_of_one_process(world_size: int, layout: str) -> None:
 @each_layout
 @on_ranks(4)
 def test_everything_is_stepped_whole_by_default(layout: str) -> None:
-    plain, model = Net(), LAYOUTS[layout](Net())
-    train(plain, adafactor([p for p in plain.parameters() if p.requires_grad]))
+    model = LAYOUTS[layout](Net())
     optimizer = GatheredOptimizer(model, adafactor)
     train(model, optimizer)
-    assert_near(values(model), plain.state_dict(), is_exact=True)
+    right = expected(adafactor, select=lambda *_: True, others=lambda params: Together())
+    assert_near(values(model), right, is_exact=True)
     assert optimizer.unselected == []
-
-
-@on_ranks(2)
-def test_parameters_cut_along_another_dim_are_stepped_whole() -> None:
-    model = Net()
-    for layer in model.layers:
-        fully_shard(layer, shard_placement_fn=lambda p: Shard(1) if p.ndim == 2 else None)
-    fully_shard(model)
-    train(model, sharded(model, muon))
-    found = {name: value.full_tensor() for name, value in model.state_dict().items()}
-    assert_near(found, expected(muon), is_exact=True)
-
-
-@each_layout
-@pytest.mark.parametrize("world_size", [2, 4])
-@on_ranks("world_size")
-def test_a_step_is_three_exchanges_of_about_a_shard(world_size: int, layout: str) -> None:
-    model, sent, original_exchange = LAYOUTS[layout](Net()), [], OverConnections.exchange
-
-    def exchange(self: Any, tensor: Tensor, sizes: Any, what: str) -> Tensor:
-        sent.append(sum(nbytes for rank, (nbytes, _) in enumerate(sizes) if rank != self.rank))
-        return original_exchange(self, tensor, sizes, what)
-
-    optimizer = sharded(model, muon)
-    numel = sum(p.numel() for n, p in Net().named_parameters() if is_matrix(n, tuple(p.shape)))
-    if layout == "flat":  # what is in a FlatParameter with a matrix
-        numel = sum(p.numel() for p in Net().parameters() if p.requires_grad)
-    with patch.object(OverConnections, "exchange", exchange):
-        train(model, optimizer, range(1))
-    assert len(sent) == 3
-    # values, gradients and new values, in fp32: what this rank does not own, or owns for others
-    totals: list[Any] = [None] * world_size
-    dist.all_gather_object(totals, sum(sent))
-    assert (sum(totals) > 0) == (layout != "original" or world_size == 4)  # a matrix on one rank
-    assert sum(totals) <= 3 * 4 * numel * (world_size - 1) / world_size * 1.25
-
-
-@each_layout
-@pytest.mark.parametrize("kind", [TwoStages, BackendTransport], ids=["hosts", "backend"])
-@on_ranks(4)
-def test_exchanges_are_right_on_every_transport(kind: type[Transport], layout: str) -> None:
-    backend = patch.object(_torch_private, "is_gloo", lambda group, device: False)
-    with hosts((0, 0, 1, 1)) if kind is TwoStages else backend:
-        model = LAYOUTS[layout](Net())
-        assert {type(each.shard) for each in groups_of(model)} == {kind}
-        train(model, sharded(model, muon))
-        assert_near(values(model), expected(muon), is_exact=True)
-
-
-def groups_of(model: nn.Module) -> list[Group]:
-    return [group for own in model_units_in(model) for group in own.unit.groups]
 
 
 # -- as part of a program
@@ -259,21 +155,13 @@ def groups_of(model: nn.Module) -> list[Group]:
 def test_accumulation_clipping_schedules_and_closures(layout: str) -> None:
     plain, model = Net(), LAYOUTS[layout](Net())
     optimizers = [beside(plain, muon), sharded(model, muon)]
-    schedulers = [
-        [torch.optim.lr_scheduler.StepLR(each, 1, 0.5) for each in optimizers[0].optimizers],
-        [torch.optim.lr_scheduler.StepLR(optimizers[1], 1, 0.5)],
-    ]
+    parts = [*optimizers[0].optimizers, optimizers[1]]
+    schedulers = [torch.optim.lr_scheduler.StepLR(each, 1, 0.5) for each in parts]
     for step in range(3):
         for net in (plain, model):
-            for micro in (0, 1):
-                if net is model and layout == "rows":
-                    net.set_requires_gradient_sync(micro == 1)
-                    net(batch(2 * step + micro)).square().mean().backward()
-                elif net is model and micro == 0:
-                    with net.no_sync():
-                        net(batch(2 * step)).square().mean().backward()
-                else:
-                    net(batch(2 * step + micro)).square().mean().backward()
+            with no_sync(net):
+                net(batch(2 * step)).square().mean().backward()
+            net(batch(2 * step + 1)).square().mean().backward()
         nn.utils.clip_grad_norm_([p for p in plain.parameters() if p.grad is not None], 0.1)
         if layout == "rows":
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
@@ -281,14 +169,12 @@ def test_accumulation_clipping_schedules_and_closures(layout: str) -> None:
             model.clip_grad_norm_(0.1)
         optimizers[0].step()
         assert optimizers[1].step(lambda: 7.0) == 7.0
-        for optimizer, its in zip(optimizers, schedulers, strict=True):
-            optimizer.zero_grad()
-            for each in its:
-                each.step()
+        for each in (*optimizers, *schedulers):
+            each.step() if each in schedulers else each.zero_grad()
     assert_near(values(model), plain.state_dict(), is_exact=False)
 
 
-@pytest.mark.parametrize("layout", ["flat", "original"])
+@FLAT
 @on_ranks(2)
 def test_a_scaler_skips_the_step_of_all_ranks(layout: str) -> None:
     model = LAYOUTS[layout](Net())
@@ -304,22 +190,20 @@ def test_a_scaler_skips_the_step_of_all_ranks(layout: str) -> None:
     assert scaler.get_scale() == 128.0
 
 
-@pytest.mark.parametrize("layout", ["flat", "original"])
+@FLAT
 @on_ranks(4)
 def test_replicas_stay_equal_and_one_of_them_saves(layout: str, tmp_path: Path) -> None:
-    folders: list[Any] = [None] * 4
-    dist.all_gather_object(folders, tmp_path)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
     strategy = ShardingStrategy.HYBRID_SHARD
     model = LAYOUTS[layout](Net(), device_mesh=mesh, sharding_strategy=strategy)
     optimizer = sharded(model, muon)
     train(model, optimizer, (0, 1))
-    path = checkpoint.save(folders[0], model, optimizer, step=2)
+    path = checkpoint.save(tmp_path, model, optimizer, step=2)
     train(model, optimizer, (2, 3))
     assert_near(values(model), expected(muon), is_exact=True)
     owners = json.loads((path / "manifest.json").read_text())["content"]["owners"]
     assert set(owners.values()) <= {0, 1} and len(owners) >= 4
-    other = rows(Net())
+    other = LAYOUTS["rows"](Net())
     optimizer = sharded(other, muon)
     checkpoint.load(path, other, optimizer)
     train(other, optimizer, (2, 3))
@@ -327,29 +211,24 @@ def test_replicas_stay_equal_and_one_of_them_saves(layout: str, tmp_path: Path) 
 
 
 @on_ranks(2)
-def test_shards_may_be_offloaded_and_in_bf16() -> None:
-    model = original(Net(), cpu_offload=CPUOffload(offload_params=True))
+def test_shards_may_be_offloaded_ignored_and_in_bf16() -> None:
+    model = LAYOUTS["original"](Net(), cpu_offload=CPUOffload(offload_params=True))
     train(model, sharded(model, adafactor))
     assert_near(values(model), expected(adafactor), is_exact=True)
-    plain, model = Net().bfloat16(), rows(Net().bfloat16())
-    for net, optimizer in ((plain, beside(plain, muon)), (model, sharded(model, muon))):
-        net(batch(0).bfloat16()).square().mean().backward()
+    net = Net()
+    model = LAYOUTS["flat"](net, ignored_modules=[net.layers[0]])
+    train(model, sharded(model, muon))  # what is outside of units is stepped where it is
+    assert_near(values(model), expected(muon), is_exact=True)
+    plain, model = Net().bfloat16(), LAYOUTS["rows"](Net().bfloat16())
+    for each, optimizer in ((plain, beside(plain, muon)), (model, sharded(model, muon))):
+        each(batch(0).bfloat16()).square().mean().backward()
         optimizer.step()
     assert_near(values(model), plain.state_dict(), is_exact=True)
 
 
 @on_ranks(2)
-def test_parameters_outside_of_units_are_stepped_where_they_are() -> None:
-    plain, net = Net(), Net()
-    model = FSDP(net, ignored_modules=[net.layers[0]], auto_wrap_policy={"Layer"})
-    train(plain, beside(plain, muon))
-    train(model, sharded(model, muon))
-    assert_near(values(model), plain.state_dict(), is_exact=True)
-
-
-@on_ranks(2)
 def test_the_rest_is_for_an_optimizer_of_your_own() -> None:
-    model = original(Net())
+    model = LAYOUTS["original"](Net())
     whole = GatheredOptimizer(model, muon, is_matrix)
     rest, scaler = adamw(whole.unselected), ShardedGradScaler("cpu")
     for step in range(4):
@@ -373,12 +252,6 @@ class Scaled(torch.optim.SGD):
         return super().step(closure)
 
 
-def with_factors() -> Net:
-    model = Net()
-    model.head.weight.factor = 3.0  # type: ignore[union-attr]
-    return model
-
-
 @each_layout
 @on_ranks(2)
 def test_attributes_momentum_schedules_and_state_of_no_parameter_are_kept(layout: str) -> None:
@@ -387,14 +260,17 @@ def test_attributes_momentum_schedules_and_state_of_no_parameter_are_kept(layout
         return made[-1]
 
     made: list[Optimizer] = []
-    plain, model = with_factors(), LAYOUTS[layout](with_factors())
+    plain, model = Net(), Net()
+    for net in (plain, model):
+        net.head.weight.factor = 3.0
+    model = LAYOUTS[layout](model)
     whole = GatheredOptimizer(model, scaled)
     assert whole.optimizers[0] is made[-1]
     one = scaled([p for p in plain.parameters() if p.requires_grad])
-    for net, optimizer in ((plain, one), (model, whole)):
+    for each, optimizer in ((plain, one), (model, whole)):
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=5)
         for step in range(3):
-            train(net, optimizer, [step])
+            train(each, optimizer, [step])
             scheduler.step()
     assert_near(values(model), plain.state_dict(), is_exact=True)
     with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT), warnings.catch_warnings():
@@ -403,36 +279,6 @@ def test_attributes_momentum_schedules_and_state_of_no_parameter_are_kept(layout
         again = GatheredOptimizer(model, scaled)
         again.load_state_dict(FSDP.optim_state_dict_to_load(model, again, state))
     assert again.state["steps"] == 3
-
-
-@on_ranks(2)
-def test_state_that_constructors_make_is_saved(tmp_path: Path) -> None:
-    folders: list[Any] = [None, None]
-    dist.all_gather_object(folders, tmp_path)
-
-    def adagrad(params: Any) -> Optimizer:
-        return torch.optim.Adagrad(params, lr=LR)
-
-    def is_first(name: str, shape: tuple[int, ...]) -> bool:
-        return name == "layers.0.up.weight"
-
-    plain = Net()
-    first = plain.layers[0].up.weight
-    rest = [p for p in plain.parameters() if p.requires_grad and p is not first]
-    train(plain, Together(muon([first]), adagrad(rest)))
-    model, other = original(Net()), original(Net())
-    optimizer = GatheredOptimizer(model, muon, is_first, adagrad)
-    train(model, optimizer, (0, 1))
-    for way in WAYS:
-        folder = folders[0] / way
-        save(way, folder, model, optimizer)
-        loading = GatheredOptimizer(other, muon, is_first, adagrad)
-        load(way, folder, other, loading)
-        train(other, loading, (2, 3))
-        with about(way):
-            assert_near(values(other), plain.state_dict(), is_exact=True)
-    adagrads = GatheredOptimizer(original(Net()), adagrad, is_first)
-    checkpoint.save(folders[0] / "adagrads", adagrads._model, adagrads, step=1)
 
 
 # -- its state
@@ -497,29 +343,27 @@ def load(way: str, folder: Path, model: nn.Module, optimizer: GatheredOptimizer)
 
 
 @each_layout
+@pytest.mark.parametrize("others", [sgd, partial(torch.optim.Adagrad, lr=LR)])
 @on_ranks(2)
-def test_a_rank_may_own_nothing(layout: str, tmp_path: Path) -> None:
-    def optimizer_of(model: nn.Module) -> GatheredOptimizer:
-        return GatheredOptimizer(model, muon, lambda name, _: name == "layers.1.up.weight", sgd)
+def test_a_rank_that_owns_nothing_and_state_that_constructors_make_are_saved(
+    layout: str, others: Any, tmp_path: Path
+) -> None:
+    def is_one(name: str, shape: tuple[int, ...]) -> bool:
+        return name == "layers.1.up.weight"
 
-    def sgd(params: Any) -> Optimizer:
-        return torch.optim.SGD(params, 0.1)
-
-    plain, folders = Net(), [None, None]
-    dist.all_gather_object(folders, tmp_path)
-    rest = [p for n, p in plain.named_parameters() if n != "layers.1.up.weight" and p.requires_grad]
-    train(plain, Together(muon([plain.layers[1].up.weight]), sgd(rest)))
     for way in WAYS:
         model, other = LAYOUTS[layout](Net()), LAYOUTS[layout](Net())
-        optimizer = optimizer_of(model)
+        optimizer = GatheredOptimizer(model, muon, is_one, others)
         train(model, optimizer, (0, 1))
-        folder = Path(folders[0] or "") / way
-        save(way, folder, model, optimizer)
-        optimizer = optimizer_of(other)
-        load(way, folder, other, optimizer)
+        save(way, tmp_path / way, model, optimizer)
+        optimizer = GatheredOptimizer(other, muon, is_one, others)
+        load(way, tmp_path / way, other, optimizer)
         train(other, optimizer, (2, 3))
         with about(way):
-            assert_near(values(other), plain.state_dict(), is_exact=True)
+            right = expected(muon, select=is_one, others=others)
+            assert_near(values(other), right, is_exact=True)
+    of_constructors = GatheredOptimizer(model, partial(torch.optim.Adagrad, lr=LR), is_one, others)
+    checkpoint.save(tmp_path / "before steps", model, of_constructors, step=1)
 
 
 @pytest.mark.parametrize("layout", ["flat", "rows"])
@@ -527,50 +371,35 @@ def test_a_rank_may_own_nothing(layout: str, tmp_path: Path) -> None:
 def test_state_of_shards_and_of_whole_parameters_load_into_each_other(
     layout: str, tmp_path: Path
 ) -> None:
-    folders: list[Any] = [None, None]
-    dist.all_gather_object(folders, tmp_path)
+    everything = {"select": lambda *_: True, "others": lambda params: Together()}
     for number in (0, 1):
         model, other = LAYOUTS[layout](Net()), LAYOUTS[layout](Net())
         pair = [(model, adamw(model.parameters())), (other, GatheredOptimizer(other, adamw))]
         (saving, its), (loading, optimizer) = pair if number == 0 else pair[::-1]
         train(saving, its, (0, 1))
-        path = checkpoint.save(folders[0] / str(number), saving, its, step=2)
+        path = checkpoint.save(tmp_path / str(number), saving, its, step=2)
         checkpoint.load(path, loading, optimizer)
         train(loading, optimizer, (2, 3))
-        plain = Net()
-        train(plain, adamw([p for p in plain.parameters() if p.requires_grad]))
-        assert_near(values(loading), plain.state_dict(), is_exact=False)
+        assert_near(values(loading), expected(adamw, **everything), is_exact=False)
 
 
 @on_ranks(2)
-def test_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
-    folders: list[Any] = [None, None]
-    dist.all_gather_object(folders, tmp_path)
-    model = original(Net())
-    optimizer = sharded(model, adafactor)
-    train(model, optimizer, (0,))
-    path = checkpoint.save(folders[0], model, optimizer, step=1)
-    with pytest.raises(CheckpointError, match="Adafactor"):
-        checkpoint.load(path, model, sharded(model, muon))
-
-
-@on_ranks(2)
-def test_tools_keep_whole_states(tmp_path: Path) -> None:
-    folders: list[Any] = [None, None]
-    dist.all_gather_object(folders, tmp_path)
-    model = original(Net())
+def test_tools_keep_whole_states_and_other_optimizers_refuse_them(tmp_path: Path) -> None:
+    model = LAYOUTS["original"](Net())
     optimizer = sharded(model, adafactor)
     train(model, optimizer, (0, 1))
-    path = checkpoint.save(folders[0], model, optimizer, step=2)
+    path = checkpoint.save(tmp_path, model, optimizer, step=2)
+    with pytest.raises(CheckpointError, match="Adafactor"):
+        checkpoint.load(path, model, sharded(model, muon))
     if dist.get_rank() == 0:
-        checkpoint.files.convert(path, folders[0] / "for_three", to="native", world_size=3, step=2)
-        checkpoint.files.convert(path, folders[0] / "whole.pt")
-        assert checkpoint.files.diff(path, folders[0] / "for_three").is_same
+        checkpoint.files.convert(path, tmp_path / "for_three", to="native", world_size=3, step=2)
+        checkpoint.files.convert(path, tmp_path / "whole.pt")
+        assert checkpoint.files.diff(path, tmp_path / "for_three").is_same
     dist.barrier()
     for name in ("for_three", "whole.pt"):
-        model = rows(Net())
+        model = LAYOUTS["rows"](Net())
         optimizer = sharded(model, adafactor)
-        checkpoint.load(folders[0] / name, model, optimizer)
+        checkpoint.load(tmp_path / name, model, optimizer)
         train(model, optimizer, (2, 3))
         assert_near(values(model), expected(adafactor), is_exact=True)
 
@@ -589,18 +418,14 @@ class Clipped(torch.optim.SGD):
         return super().step(closure)
 
 
-class Layered(torch.optim.Optimizer):
+class Layered(torch.optim.SGD):
     """Steps along each gradient, divided by its norm, as LARS does."""
 
-    def __init__(self, params: Any, lr: float = LR) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None and p.grad.numel():
-                    p.sub_(p.grad / p.grad.norm(), alpha=group["lr"])
+    def step(self, closure: Any = None) -> Any:
+        for p in (p for group in self.param_groups for p in group["params"]):
+            if p.grad is not None and p.grad.numel():
+                p.grad.div_(p.grad.norm())
+        return super().step(closure)
 
 
 def raises_on_rank_1(params: Any) -> Optimizer:
@@ -629,14 +454,14 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
 @on_ranks(2)
 def test_what_cannot_be_right_is_refused_on_all_ranks() -> None:
     for case, (arguments, *words) in REFUSED.items():
-        model = original(Net())
+        model = LAYOUTS["original"](Net())
         error = (UsageError, ArithmeticError) if case == "raises" else UsageError
         text = words[dist.get_rank()] or words[0]
         with about(case), pytest.raises(error, match=text):
             GatheredOptimizer(model, *arguments)
-        train(model, torch.optim.SGD(model.parameters(), 0.1), range(1))
+        train(model, sgd(model.parameters()), range(1))
     with pytest.raises(UsageError, match="pass others="):
-        GatheredOptimizer(flat(Net()), muon, is_matrix)
+        GatheredOptimizer(LAYOUTS["flat"](Net()), muon, is_matrix)
     with pytest.raises(UsageError, match="not wrapped"):
         GatheredOptimizer(Net(), muon)
 
@@ -649,13 +474,13 @@ def test_tensor_parallel_parameters_are_refused_unless_left_out() -> None:
     model.layers[0] = nn.Sequential(model.layers[0].up)
     fully_shard(model, mesh=mesh["dp"])
     with pytest.raises(UsageError, match="Tensor parallelism cuts"):
-        GatheredOptimizer(model, muon, is_matrix, adamw)
+        sharded(model, muon)
     GatheredOptimizer(model, muon, lambda n, s: is_matrix(n, s) and "layers.0" not in n, adamw)
 
 
 @on_ranks(2)
 def test_steps_at_the_wrong_time_are_refused() -> None:
-    model = original(Net())
+    model = LAYOUTS["original"](Net())
     optimizer = sharded(model, muon)
     before = values(model)
     with model.no_sync():
@@ -691,17 +516,20 @@ def test_steps_at_the_wrong_time_are_refused() -> None:
     assert_near(values(model), expected(muon), is_exact=True)
 
 
+def warned(optimizer: Optimizer, model: nn.Module, words: str) -> list[str]:
+    """Return the warnings with these words of two steps."""
+    model(batch(0)).square().mean().backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            optimizer.step()
+    return [str(each.message) for each in caught if words in str(each.message)]
+
+
 @each_layout
 @on_ranks(2)
 def test_optimizers_that_are_wrong_on_shards_are_recognised(layout: str) -> None:
-    def told(optimizer: Optimizer, model: nn.Module) -> list[str]:
-        model(batch(0)).square().mean().backward()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for _ in range(2):
-                optimizer.step()
-        return [str(each.message) for each in caught if "on shards" in str(each.message)]
-
+    told = partial(warned, words="on shards")
     model = LAYOUTS[layout](Net())
     if layout == "rows":
         with pytest.warns(UserWarning, match="Layered needs whole parameters: with DTensors"):
@@ -713,65 +541,25 @@ def test_optimizers_that_are_wrong_on_shards_are_recognised(layout: str) -> None
         assert "needs all parameters at once" in text
         with pytest.warns(UserWarning, match="Layered is wrong on shards"):
             optim.check(model, Layered(model.parameters()))
-    for make in (adamw, lambda p: torch.optim.SGD(p, 0.1)):
+    for make in (adamw, sgd):
         assert told(make(model.parameters()), model) == []
     whole = GatheredOptimizer(model, Layered)
     assert told(whole, model) == []
     assert optim.check(model, whole) == []
 
 
-@on_ranks(3)
-def test_owned_states_are_sent_to_the_rank_that_keeps_them_one_owner_at_a_time() -> None:
-    torch.manual_seed(0)
-    layers = (nn.Linear(64, 64, bias=False) for _ in range(6))
-    model = FSDP(nn.Sequential(*layers), use_orig_params=True)
-    optimizer = GatheredOptimizer(model, adamw)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    axis, received = groups_of(model)[0].shard, list[int]()
-    exchange = type(axis).exchange
-
-    def noted(self: Any, *args: Any) -> Tensor:
-        found = exchange(self, *args)
-        received.append(found.numel())
-        return found
-
-    config = FullOptimStateDictConfig(rank0_only=True)
-    with (
-        patch.object(type(axis), "exchange", noted),
-        patch("fsdp_compat._state.rank_local._AT_ONCE_NBYTES", 1),
-        FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, None, config),
-    ):
-        state = FSDP.optim_state_dict(model, optimizer)
-    moments = 2 * 64 * 64 * 4  # of one parameter; each rank owns two
-    if dist.get_rank():
-        assert sum(received) == 0
-    else:
-        assert len(state["state"]) == 6
-        assert 0 < max(received) < 3 * moments
-        assert sum(received) < 5 * moments
-
-
 @each_layout
 @on_ranks(2)
 def test_a_group_that_a_choice_by_shape_left_empty_is_a_warning(layout: str) -> None:
-    def warned(*groups: list[nn.Parameter]) -> list[str]:
-        model(batch(0)).square().mean().backward()
-        optimizer = torch.optim.AdamW([{"params": group} for group in groups])
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for _ in range(2):
-                optimizer.step()
-        return [str(each.message) for each in caught if "is empty" in str(each.message)]
-
     model = LAYOUTS[layout](Net())
     parameters = list(model.parameters())
     decay = [each for each in parameters if each.ndim > 1]
-    texts = warned(decay, [each for each in parameters if each.ndim <= 1])
-    if layout == "rows":
-        assert decay and not texts
-    else:
-        (text,) = texts
-        assert text.startswith("A parameter group of AdamW is empty.") and "before wrapping" in text
-    assert warned(parameters[:1], parameters[1:]) == []
+    rest = [each for each in parameters if each.ndim <= 1]
+    for first, second in ((decay, rest), (parameters[:1], parameters[1:])):
+        texts = warned(adamw([{"params": first}, {"params": second}]), model, "is empty")
+        if layout == "rows" or first is not decay:
+            assert first and not texts
+        else:
+            (text,) = texts
+            assert text.startswith("A parameter group of AdamW is empty.")
+            assert "before wrapping" in text

@@ -192,6 +192,36 @@ def encoder_layer() -> nn.TransformerEncoderLayer:
     return nn.TransformerEncoderLayer(DIM, 2, 16, dropout=0.0, batch_first=True)
 
 
+class Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(12, width, bias=False), nn.LayerNorm(width)
+        self.down = nn.Linear(width, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.norm(self.up(x))))
+
+
+class Layers(nn.Module):
+    """Blocks of several widths: a module used twice, a frozen parameter, a 0-d one, a buffer, and a
+    layer that is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([Residual(17), Residual(30)])
+        self.head = nn.Linear(12, 12)
+        self.again = self.head
+        self.unused, self.scale = Residual(9), nn.Parameter(torch.tensor(2.0))
+        self.layers[1].norm.weight.requires_grad_(False)
+        self.register_buffer("shift", torch.full((1,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.again(self.head(x)) * self.scale + self.shift
+
+
 # -- how units are called
 
 

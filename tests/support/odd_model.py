@@ -3,7 +3,8 @@ unsharded run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,13 +15,14 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchWrapPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat import ShardedStateDictConfig, ShardingStrategy, StateDictType
+from fsdp_compat import ShardedStateDictConfig, ShardingStrategy, StateDictType, fully_shard
 from fsdp_compat.wrap import ModuleWrapPolicy, always_wrap_policy
 
 Config = tuple[str, bool, str]  # strategy, use_orig_params, policy
@@ -39,6 +41,22 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.norm(self.up(x))))
 
 
+class OddBlock(Block):
+    """Buffers, of which one is not contiguous and one not saved, and extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("grid", torch.randn(2, 3).t())
+        self.register_buffer("scratch", torch.ones(2), persistent=False)
+        self.note = "made"
+
+    def get_extra_state(self) -> dict[str, str]:
+        return {"note": self.note}
+
+    def set_extra_state(self, state: dict[str, str]) -> None:
+        self.note = state["note"]
+
+
 class Frozen(nn.Linear):
     """A layer whose parameters are not trained."""
 
@@ -48,30 +66,41 @@ class Frozen(nn.Linear):
 
 
 class OddModel(nn.Module):
-    """Odd sizes, a tie, buffers, frozen parameters, one element, and (``scalar``) a 0-d parameter,
-    which torch's FSDP refuses."""
+    """Odd sizes, a tie, a buffer, frozen parameters and one element; with ``odd`` also what torch's
+    FSDP refuses: a 0-d and an empty parameter, two dtypes; extra state, and ignored parameters."""
 
-    def __init__(self, scalar: bool) -> None:
+    def __init__(self, odd: bool, block: type[Block] = Block) -> None:
         super().__init__()
         self.embed = nn.Embedding(7, 5)
-        self.blocks = nn.Sequential(Block(), Block())
+        self.blocks = nn.Sequential(block(), block())
         self.frozen = Frozen()
         self.cube = nn.Parameter(torch.randn(3, 1, 5))
         self.one = nn.Parameter(torch.randn(1))
-        self.gain = nn.Parameter(torch.tensor(1.1) if scalar else torch.tensor([1.1]))
+        self.gain = nn.Parameter(torch.tensor(1.1) if odd else torch.tensor([1.1]))
         self.head = nn.Linear(5, 7, bias=False)
         self.head.weight = self.embed.weight
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.odd = odd
+        if odd:
+            self.nothing = nn.Parameter(torch.randn(0, 3))
+            self.wide = nn.Linear(2, 3, bias=False).double()
+            self.ignored = nn.Linear(2, 2)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor) -> Tensor:  # [batch] -> [batch, 7]
         self.count += 1
         hidden = self.frozen(self.blocks(self.embed(tokens))) + self.cube.mean(0) + self.one
-        return self.gain * self.head(hidden)
+        logits = self.gain * self.head(hidden)
+        if self.odd:
+            ones = torch.ones(2)
+            logits = logits + self.ignored(ones).sum() + self.nothing.sum()
+            logits = logits * self.wide(ones.double()).sum().float()
+        return logits
 
 
-def make_model(seed: int = 0, scalar: bool = True) -> OddModel:
+def make_model(seed: int = 0, odd: bool = True, block: type[Block] | None = None) -> OddModel:
+    """block: modules with extra state see whole values in all state dicts, ``Block`` does not."""
     torch.manual_seed(seed)
-    return OddModel(scalar)
+    return OddModel(odd, block or (OddBlock if odd else Block))
 
 
 def stack(layers: int = 6, bias: bool = False) -> nn.Sequential:
@@ -82,11 +111,9 @@ def stack(layers: int = 6, bias: bool = False) -> nn.Sequential:
 def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
     """Return an optimizer with two parameter groups: the first block, and the rest."""
     named = [(name.replace("_fsdp_wrapped_module.", ""), p) for name, p in model.named_parameters()]
-    first = [p for name, p in named if "blocks.0." in name]
-    rest = [p for name, p in named if "blocks.0." not in name]
     groups: list[dict[str, Any]] = [
-        {"params": first, "weight_decay": 0.1},
-        {"params": rest, "lr": 0.03},
+        {"params": [p for name, p in named if "blocks.0." in name], "weight_decay": 0.1},
+        {"params": [p for name, p in named if "blocks.0." not in name], "lr": 0.03},
     ]
     if kind == "Adam":
         return torch.optim.Adam(groups, lr=0.02)
@@ -106,14 +133,33 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> l
     return losses
 
 
-def wrap_as(
-    config: Config, model: nn.Module, units: Collection[type[nn.Module]], **options: Any
-) -> FSDP:
-    """units: of the policy "blocks"."""
+# -- sharded
+
+
+def shard(model: Any, config: Config, **options: Any) -> Any:
+    """config: the strategy HYBRID_SHARD is given a mesh of two dimensions, MESH is FULL_SHARD on a
+    mesh of one: sharded values of both are DTensors. GROUPS is HYBRID_SHARD over process groups,
+    ROWS is ``fully_shard``."""
     strategy, use_orig_params, policy = config
+    ranks = dist.get_world_size()
+    ignored = model.ignored if getattr(model, "odd", False) else nn.Identity()
+    if strategy == "ROWS":
+        for block in model.blocks:
+            fully_shard(block)
+        return fully_shard(model, ignored_params={*ignored.parameters()})
+    if strategy in ("HYBRID_SHARD", "MESH", "GROUPS"):
+        replicas = 2 - ranks % 2
+        shape = (ranks,) if strategy == "MESH" else (replicas, ranks // replicas)
+        mesh = init_device_mesh("cpu", shape)
+        if strategy == "GROUPS":
+            options.setdefault("process_group", (mesh.get_group(1), mesh.get_group(0)))
+        elif "process_group" not in options:
+            options.setdefault("device_mesh", mesh)
+        strategy = "FULL_SHARD" if strategy == "MESH" else "HYBRID_SHARD"
     policies: dict[str, Any] = {
         "none": None,
-        "blocks": ModuleWrapPolicy(units),
+        "blocks": ModuleWrapPolicy({Block, nn.ParameterList}),
+        "as torch": ModuleWrapPolicy({Block, Frozen}),
         "always": always_wrap_policy,
     }
     return FSDP(
@@ -121,18 +167,48 @@ def wrap_as(
         sharding_strategy=ShardingStrategy[strategy],
         use_orig_params=use_orig_params,
         auto_wrap_policy=policies[policy],
-        **options,
+        **{"ignored_modules": [ignored], **options},
     )
 
 
-def shard(model: nn.Module, config: Config) -> FSDP:
-    """config: the strategy HYBRID_SHARD is given a mesh of two dimensions; MESH is FULL_SHARD on a
-    mesh of one. Sharded values of both are DTensors."""
-    strategy, ranks = config[0], dist.get_world_size()
-    meshes = {"HYBRID_SHARD": (2 - ranks % 2, ranks // (2 - ranks % 2)), "MESH": (ranks,)}
-    mesh = init_device_mesh("cpu", meshes[strategy]) if strategy in meshes else None
-    config = ("FULL_SHARD" if strategy == "MESH" else strategy, *config[1:])
-    return wrap_as(config, model, {Block}, device_mesh=mesh)
+def sharded_in(layout: str, model: Any, units: Any = ("Residual",), **options: Any) -> Any:
+    """Shard any model, whose modules of the classes with these names are units. layout: a key of
+    LAYOUTS."""
+    if layout in ("flat", "original"):
+        options["use_orig_params"] = layout == "original"
+        return FSDP(model, auto_wrap_policy={*units}, **options)
+    if layout == "columns":
+        options["shard_placement_fn"] = lambda p: Shard(p.ndim - 1) if p.ndim > 1 else None
+    inner = [m for m in model.modules() if type(m).__name__ in units]
+    for module in [*reversed(inner), model]:
+        fully_shard(module, **options)
+    return model
+
+
+LAYOUTS: dict[str, Callable[..., Any]] = {
+    name: functools.partial(sharded_in, name) for name in ("flat", "original", "rows", "columns")
+}
+
+TORCHS = ("plain", "DDP", "FSDP1 flat", "FSDP1 original", "FSDP2")
+
+
+def torch_model(kind: str, seed: int, odd: bool) -> nn.Module:
+    """kind: one of TORCHS."""
+    model = make_model(seed, odd)
+    if kind == "DDP":
+        return DistributedDataParallel(model)
+    if kind.startswith("FSDP1"):
+        policy, original = TorchWrapPolicy({Block, Frozen}), kind == "FSDP1 original"
+        cpu = torch.device("cpu")
+        return TorchFSDP(model, auto_wrap_policy=policy, use_orig_params=original, device_id=cpu)
+    if kind == "FSDP2":
+        for block in model.blocks:
+            torch_fully_shard(block)
+        return torch_fully_shard(model)
+    return model
+
+
+# -- states
 
 
 def sharded_state(model: nn.Module, **options: Any) -> dict[str, Any]:
@@ -155,16 +231,17 @@ def state_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     }
 
 
-def run_of(kind: str, scalar: bool = True) -> dict[str, Any]:
+def run_of(kind: str, odd: bool = True) -> dict[str, Any]:
     """Return the results of the unsharded run: its state after some steps by name, the loss of the
     next step, and the optimizer's own state dict."""
-    model = make_model(scalar=scalar)
+    model = make_model(odd=odd)
+    for number, block in enumerate(model.blocks) if odd else ():
+        block.note = f"of block {number}"
     optimizer = make_optimizer(kind, model)
     train(model, optimizer, range(STEPS))
     found = {
-        "model": {name: value.clone() for name, value in model.state_dict().items()},
+        "model": cloned(dict(model.state_dict())),
         "optim": cloned(state_by_name(model, optimizer)),
-        "by number": cloned(optimizer.state_dict()),
     }
     return {**found, "losses": train(model, optimizer, range(STEPS, STEPS + 2))}
 
@@ -185,35 +262,8 @@ def in_state(
     return optimizer
 
 
-TORCHS = ("plain", "DDP", "FSDP1 flat", "FSDP1 original", "FSDP2")
-
-
-def torch_model(kind: str, seed: int, scalar: bool) -> nn.Module:
-    """kind: one of TORCHS."""
-    model = make_model(seed, scalar)
-    if kind == "DDP":
-        return DistributedDataParallel(model)
-    if kind.startswith("FSDP1"):
-        policy, original = TorchWrapPolicy({Block, Frozen}), kind == "FSDP1 original"
-        cpu = torch.device("cpu")
-        return TorchFSDP(model, auto_wrap_policy=policy, use_orig_params=original, device_id=cpu)
-    if kind == "FSDP2":
-        for block in model.blocks:
-            fully_shard(block)
-        return fully_shard(model)
-    return model
-
-
 def each_tensor(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(state, Tensor):
-        return change(state)
-    if isinstance(state, list):
-        return [each_tensor(value, change) for value in state]
-    return (
-        {key: each_tensor(value, change) for key, value in state.items()}
-        if isinstance(state, dict)
-        else state
-    )
+    return tree_map_only(Tensor, change, state)
 
 
 def cloned(state: Any) -> Any:
@@ -222,82 +272,75 @@ def cloned(state: Any) -> Any:
 
 def local_tensors(state: Any) -> list[Tensor]:
     """What this rank holds."""
-    found: list[Tensor] = []
-
-    def add(value: Any) -> Any:
-        found.extend(
-            [each.tensor for each in value.local_shards()]
-            if isinstance(value, ShardedTensor)
-            else [value]
+    found = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
+    return [
+        local
+        for leaf in found
+        for local in (
+            [each.tensor for each in leaf.local_shards()]
+            if isinstance(leaf, ShardedTensor)
+            else [leaf]
         )
-        return value
-
-    each_tensor(state, add)
-    return found
-
-
-def sums_of(state: Any) -> list[float]:
-    tensors = [
-        value.to_local() if isinstance(value, DTensor) else value for value in local_tensors(state)
     ]
-    return [tensor.double().sum().item() for tensor in tensors]
+
+
+def by_rank(value: Any) -> list[Any]:
+    """Return every rank's value. Collective."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
 
 
 def whole(state: Any) -> Any:
     """Return a state dict with its sharded tensors put together from the boxes of all ranks.
     Collective; one message for all tensors."""
-    sharded: list[ShardedTensor] = []
-
-    def collect(value: Any) -> None:
-        if isinstance(value, ShardedTensor):
-            sharded.append(value)
-        for inner in value.values() if isinstance(value, Mapping) else ():
-            collect(inner)
-
-    collect(state)
+    leaves = tree_leaves(state)
+    sharded = list({id(v): v for v in leaves if isinstance(v, ShardedTensor)}.values())
     own = [
-        [(tuple(s.metadata.shard_offsets), s.tensor.detach().numpy()) for s in value.local_shards()]
-        for value in sharded
+        [(each.metadata.shard_offsets, each.tensor.detach().numpy()) for each in v.local_shards()]
+        for v in sharded
     ]
-    found: list[Any] = [own]
-    if sharded:
-        found = [None] * dist.get_world_size()
-        dist.all_gather_object(found, own)
-    wholes = {}
+    of_ranks, wholes = by_rank(own) if sharded else [], {}
     for number, value in enumerate(sharded):
-        its = wholes[id(value)] = torch.full(
-            tuple(value.metadata().size), -1000.0, dtype=value.dtype
-        )
-        for offsets, box in (
-            (offsets, torch.as_tensor(box)) for boxes in found for offsets, box in boxes[number]
-        ):
-            if box.numel():
-                its[tuple(slice(o, o + s) for o, s in zip(offsets, box.shape, strict=True))] = box
+        out = wholes[id(value)] = torch.full(tuple(value.size()), -1000.0, dtype=value.dtype)
+        for offsets, box in (each for boxes in of_ranks for each in boxes[number]):
+            if box.size:
+                places = tuple(slice(o, o + n) for o, n in zip(offsets, box.shape, strict=True))
+                out[places] = torch.as_tensor(box)
 
     def put(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {key: put(inner) for key, inner in value.items()}
-        if isinstance(value, DTensor):
-            return value.full_tensor()
-        return wholes.get(id(value), value)
+        return value.full_tensor() if isinstance(value, DTensor) else wholes.get(id(value), value)
 
-    return put(state)
+    return tree_map(put, state)
 
 
-def assert_same(actual: Mapping[str, Any], expected: Mapping[str, Any], where: str = "") -> None:
-    """Compare bit by bit; keys in any order. Collective if there are sharded values."""
-    assert set(actual) == set(expected), f"{where}: {sorted(set(actual) ^ set(expected))}"
+# -- assertions
+
+
+def assert_same(
+    actual: Mapping[Any, Any],
+    expected: Mapping[Any, Any],
+    where: str = "",
+    rtol: float = 0.0,
+    atol: float = 0.0,
+) -> None:
+    """Compare bit by bit without a tolerance; keys in any order. Collective if there are sharded
+    values."""
+    assert set(actual) == set(expected), f"{where}: {set(actual) ^ set(expected)}"
     actual = whole(actual)
     for name, value in expected.items():
-        found = actual[name]
+        found, what = actual[name], f"{where} {name}"
         if isinstance(value, Mapping):
-            assert_same(found, value, f"{where} {name}")
+            assert_same(found, value, what, rtol, atol)
         elif isinstance(value, Tensor):
-            assert isinstance(found, Tensor), f"{where} {name}"
-            assert (found.shape, found.dtype) == (value.shape, value.dtype), f"{where} {name}"
-            assert torch.equal(found, value), f"{where} {name}: {found} instead of {value}"
+            assert isinstance(found, Tensor), what
+            assert (found.shape, found.dtype) == (value.shape, value.dtype), what
+            if rtol or atol:
+                torch.testing.assert_close(found, value, rtol=rtol, atol=atol, msg=what)
+            else:
+                assert torch.equal(found, value), f"{what}: {found} instead of {value}"
         else:
-            assert found == value, f"{where} {name}"
+            assert found == value, what
 
 
 def assert_identical(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
@@ -318,14 +361,7 @@ def assert_same_optim(
     """Compare state by name bit by bit, and the settings of every parameter; groups may be split
     and ordered differently."""
     assert_same(actual["state"], expected["state"], where)
-    found, wanted = settings_by_name(actual), settings_by_name(expected)
-    assert found.keys() == wanted.keys(), where
-    differing = {
-        name: set(found[name].items()) ^ set(wanted[name].items())
-        for name in wanted
-        if found[name] != wanted[name]
-    }
-    assert not differing, f"{where}: {differing}"
+    assert_same(settings_by_name(actual), settings_by_name(expected), where)
 
 
 def settings_by_name(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -1,9 +1,10 @@
-"""A model with unusual parameters, optimizers of it, and their states in every form."""
+"""Optimizers of the odd model, their states in every form, and what is sent for them."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -14,18 +15,17 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullOptimStateDictConfig as TorchFullOptimConfig
 from torch.distributed.fsdp import FullStateDictConfig as TorchFullConfig
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-from torch.distributed.fsdp import ShardingStrategy as TorchStrategy
 from torch.distributed.fsdp import StateDictType as TorchType
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchWrapPolicy
 
 from fsdp_compat import FullOptimStateDictConfig, StateDictType
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from tests.support.odd_model import Config, train, wrap_as
+from tests.support.odd_model import Config, assert_same, make_model, shard, torch_model, train
+from tests.support.parity import groups_of
 
 Make = Callable[[Any], torch.optim.Optimizer]
 Trained = tuple[Any, Any]  # a model and its optimizer
 
-SHARDED = StateDictType.SHARDED_STATE_DICT
+FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 OPTIMIZERS: dict[str, Make] = {
     "Adam": functools.partial(torch.optim.Adam, lr=0.02, amsgrad=True),
     "AdamW": functools.partial(torch.optim.AdamW, lr=0.02, weight_decay=0.1),
@@ -40,50 +40,10 @@ FEW_CONFIGS: tuple[Config, ...] = (
 )
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(5)
-        self.linear = nn.Linear(5, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.linear(self.norm(x)))
-
-
-class Model(nn.Module):
-    """A tie, and with ``odd`` a 0-d parameter and one without elements, which torch refuses."""
-
-    def __init__(self, odd: bool = True) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(7, 5)
-        self.blocks = nn.Sequential(Block(), Block())
-        self.gain = nn.Parameter(torch.ones(()) if odd else torch.ones(1))
-        self.nothing = nn.Parameter(torch.zeros(0, 2) if odd else torch.zeros(1, 2))
-        self.head = nn.Linear(5, 7, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.gain * self.head(self.blocks(self.embed(tokens))) + self.nothing.sum()
-
-
-def make_model(seed: int = 0, odd: bool = True) -> Model:
-    torch.manual_seed(seed)
-    return Model(odd)
-
-
-def with_spare() -> nn.Module:
-    """A model with a frozen parameter, and a block that never runs."""
-    model = make_model()
-    model.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
-    model.spare = Block()
-    return model
-
-
-def shard(model: nn.Module, config: Config, **options: Any) -> FSDP:
-    return wrap_as(config, model, {Block}, **options)
-
-
-def split_decay(model: nn.Module) -> list[dict[str, Any]]:
+def params_of(model: nn.Module, groups: bool) -> Any:
+    """All parameters, or two groups of them."""
+    if not groups:
+        return model.parameters()
     named = list(model.named_parameters())
     others = [p for name, p in named if not name.endswith("weight")]
     return [
@@ -92,40 +52,32 @@ def split_decay(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def params_of(model: nn.Module, groups: bool) -> Any:
-    return split_decay(model) if groups else model.parameters()
+def made(make: Make | str, params: Any) -> Any:
+    return (OPTIMIZERS[make] if isinstance(make, str) else make)(params)
 
 
 def trained(
     model: nn.Module, make: Make | str = "AdamW", steps: int = 2, groups: bool = False
 ) -> Trained:
     """Return a model and an optimizer of it after some steps."""
-    optimizer = (OPTIMIZERS[make] if isinstance(make, str) else make)(params_of(model, groups))
+    optimizer = made(make, params_of(model, groups))
     train(model, optimizer, range(steps))
     return model, optimizer
 
 
 def sharded(config: Config, make: Make | str = "AdamW", steps: int = 2, **options: Any) -> Trained:
-    """Return the model in ``config``, and an optimizer of it after some steps."""
+    """Return the odd model in ``config``, and an optimizer of it after some steps."""
     return trained(shard(make_model(), config), make, steps, **options)
 
 
 def torchs_pair(
-    use_orig_params: bool, make: Make | str = "Adam", steps: int = 2, **options: Any
+    use_orig_params: bool, make: Make | str = "Adam", steps: int = 2
 ) -> tuple[Trained, Trained]:
-    """Return torch's FSDP1 and ours, trained alike. options: of both."""
-    strategy = options.pop("strategy", "FULL_SHARD")
-    groups = options.pop("groups", False)
-    theirs = TorchFSDP(
-        make_model(0, odd=False),
-        auto_wrap_policy=TorchWrapPolicy({Block}),
-        use_orig_params=use_orig_params,
-        sharding_strategy=TorchStrategy[strategy],
-        device_id=torch.device("cpu"),
-        **options,
-    )
-    ours = shard(make_model(0, odd=False), (strategy, use_orig_params, "blocks"), **options)
-    return trained(theirs, make, steps, groups), trained(ours, make, steps, groups)
+    """Return torch's FSDP1 and ours, trained alike."""
+    form = "original" if use_orig_params else "flat"
+    theirs = torch_model(f"FSDP1 {form}", 0, odd=False)
+    ours = shard(make_model(odd=False), ("FULL_SHARD", use_orig_params, "as torch"))
+    return trained(theirs, make, steps), trained(ours, make, steps)
 
 
 class Named(torch.optim.Adam):
@@ -171,21 +123,8 @@ class NeedsClosure(torch.optim.SGD):
 # -- states
 
 
-def by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state dict of an unsharded model's optimizer, by names."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    return {
-        "state": {names[p]: dict(optimizer.state[p]) for p in names if p in optimizer.state},
-        "param_groups": [
-            {**group, "params": [names[p] for p in group["params"]]}
-            for group in optimizer.param_groups
-        ],
-    }
-
-
 def full_state(model: nn.Module, optimizer: Any, **options: Any) -> dict[str, Any]:
-    config = FullOptimStateDictConfig(**options)
-    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, None, config):
+    with FSDP.state_dict_type(model, FULL, None, FullOptimStateDictConfig(**options)):
         return FSDP.optim_state_dict(model, optimizer)
 
 
@@ -200,11 +139,9 @@ def loadable(model: nn.Module, optimizer: Any, state: Any, **options: Any) -> di
 
 def from_rank0(model: nn.Module, optimizer: Any, state: Any, **options: Any) -> dict[str, Any]:
     """What is loadable of the first rank's ``state``."""
-    alone, config = (
-        state if dist.get_rank() == 0 else None,
-        FullOptimStateDictConfig(rank0_only=True),
-    )
-    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, None, config):
+    alone = state if dist.get_rank() == 0 else None
+    config = FullOptimStateDictConfig(rank0_only=True)
+    with FSDP.state_dict_type(model, FULL, None, config):
         return loadable(model, optimizer, alone, **options)
 
 
@@ -216,8 +153,14 @@ def load(model: nn.Module, optimizer: Any, state: Any) -> Any:
 
 def load_into_new(model: nn.Module, make: Make | str, state: Any, groups: bool = False) -> Any:
     """Load a state into another optimizer of the model, and return its full state."""
-    optimizer = (OPTIMIZERS[make] if isinstance(make, str) else make)(params_of(model, groups))
-    return load(model, optimizer, state)
+    return load(model, made(make, params_of(model, groups)), state)
+
+
+def older(name: str, *args: Any, **kwargs: Any) -> Any:
+    """Make one of the older calls, whose deprecation does not matter here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return getattr(FSDP, name)(*args, **kwargs)
 
 
 TORCHS_FULL = (
@@ -239,46 +182,28 @@ def torchs_loadable(model: Any, optimizer: Any, state: Any, **options: Any) -> A
         return TorchFSDP.optim_state_dict_to_load(model, optimizer, state, **options)
 
 
-def num_sent(model: FSDP) -> int:
-    comms = {
-        id(comm): comm for group in model._runtime.groups for comm in (group.shard, group.replica)
-    }
-    return sum(sum(comm.traffic.counts.values()) for comm in comms.values())
+# -- what is sent, and what memory is shared
 
 
-def by_rank(value: Any) -> list[Any]:
-    """Return every rank's value. Collective."""
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value)
-    return gathered
+def num_sent(model: nn.Module, clear: bool = False) -> int:
+    return sent(model, clear)[0]
 
 
-# -- assertions
+def sent(model: nn.Module, clear: bool = True) -> tuple[int, int]:
+    """Return how many messages this rank has sent for a model, and their bytes, which are counted
+    anew afterwards."""
+    groups = [group for group, _ in groups_of(model)]
+    comms = {id(comm): comm for group in groups for comm in (group.shard, group.replica)}
+    traffics = [comm.traffic for comm in comms.values()]
+    found = sum(t.counts.total() for t in traffics), sum(t.nbytes.total() for t in traffics)
+    for traffic in traffics if clear else ():
+        traffic.clear()
+    return found
 
 
-def assert_state(
-    actual: Mapping[str, Any],
-    expected: Mapping[str, Any],
-    tolerance: float = 0.0,
-    atol: float | None = None,
-) -> None:
-    """tolerance: relative; absolute, too, without ``atol``."""
-    atol = tolerance if atol is None else atol
-    assert set(actual) == set(expected)
-    for name, entry in expected.items():
-        assert set(actual[name]) == set(entry), name
-        for key, value in entry.items():
-            where = f"{key} of {name}"
-            if not isinstance(value, Tensor):
-                assert actual[name][key] == value, where
-                continue
-            found = actual[name][key]
-            assert found.shape == value.shape, where
-            assert found.dtype == value.dtype, where
-            if tolerance:
-                torch.testing.assert_close(found, value, rtol=tolerance, atol=atol, msg=where)
-            else:
-                assert torch.equal(found, value), where
+def storages_of(model: nn.Module) -> set[int]:
+    """Where the memory of each group's shard begins."""
+    return {group.store.shard.untyped_storage().data_ptr() for group, _ in groups_of(model)}
 
 
 def assert_compact(entries: Mapping[Any, Mapping[Any, Any]]) -> None:
@@ -297,7 +222,7 @@ def assert_equal_states(found: Any, expected: Any) -> None:
     """What optimizer.load_state_dict takes, bit for bit, in memory of its own."""
     assert found["param_groups"] == expected["param_groups"]
     assert list(found["state"]) == list(expected["state"])
-    assert_state(found["state"], expected["state"])
+    assert_same(found["state"], expected["state"])
     assert_compact(found["state"])
 
 

@@ -17,12 +17,12 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import ShardingStrategy, StateDictType
-from fsdp_compat._state.units import clean_name
 from fsdp_compat.errors import FsdpCompatError
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.cases import about
 from tests.support.models import DIM, Block, Odd, Stack
-from tests.support.optimizer_state import assert_state, by_name, settings
+from tests.support.odd_model import assert_same, state_by_name
+from tests.support.optimizer_state import settings
 from tests.support.parity import ATOL, RTOL, assert_close, assert_same_values, both_forms, seeded
 from tests.support.ranks import on_ranks
 
@@ -76,6 +76,11 @@ def step(model: nn.Module, optim: torch.optim.Optimizer, seed: int) -> None:
     optim.zero_grad()
 
 
+def named(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters by the names that they have without wrapping."""
+    return {name.replace("_fsdp_wrapped_module.", ""): p for name, p in model.named_parameters()}
+
+
 class Twins:
     """An unwrapped network and one that is wrapped at some time, with an optimizer each."""
 
@@ -104,9 +109,9 @@ class Twins:
     def assert_equal_optimizers(self, what: object) -> None:
         """Collective."""
         found = FSDP.optim_state_dict(self.model, self.optim)
-        expected = by_name(self.plain, self.plain_optim)
+        expected = state_by_name(self.plain, self.plain_optim)
         with about(what):
-            assert_state(found["state"], expected["state"], RTOL, ATOL)
+            assert_same(found["state"], expected["state"], "state of", RTOL, ATOL)
             assert settings(found) == settings(expected)
 
 
@@ -139,9 +144,8 @@ def test_an_optimizer_from_before_goes_on_with_its_state_cut_to_this_ranks_part(
             twins.step(*range(num_before))
             objects = dict(twins.model.named_parameters())
             twins.wrap(use_orig_params=True, **options)
-            named = [(clean_name(name), p) for name, p in twins.model.named_parameters()]
-            assert [name for name, _ in named] == list(objects)
-            for name, parameter in named:
+            assert list(named(twins.model)) == list(objects)
+            for name, parameter in named(twins.model).items():
                 assert parameter is objects[name], f"{name} is another object now"
             if num_before:
                 twins.assert_equal_optimizers("directly after wrapping")
@@ -159,9 +163,6 @@ def test_an_optimizer_from_before_goes_on_with_its_state_cut_to_this_ranks_part(
 
 @on_ranks(2)
 def test_groups_of_parameters_stay_and_more_may_be_added() -> None:
-    def named(model: nn.Module) -> dict[str, nn.Parameter]:
-        return {clean_name(name): p for name, p in model.named_parameters()}
-
     def groups(model: nn.Module) -> list[dict[str, Any]]:
         decay = [p for p in trainable(model) if p.dim() > 1]
         rest = [p for p in trainable(model) if p.dim() <= 1][:-2]
@@ -221,24 +222,6 @@ def test_states_from_before_are_loaded_after_wrapping() -> None:
         optim.load_state_dict(FSDP.optim_state_dict_to_load(model, optim, state))
 
 
-@on_ranks(2)
-def test_whole_state_loaded_without_conversion_is_not_used_unchanged() -> None:
-    """It is cut at the next step, or refused."""
-    twins = Twins()
-    twins.step(0)
-    saved = copy.deepcopy(twins.optim.state_dict())
-    twins.wrap(use_orig_params=True)
-    twins.step(1)
-    for _, optim in twins.both:
-        optim.load_state_dict(copy.deepcopy(saved))
-    step(twins.plain, twins.plain_optim, 2)
-    try:
-        step(twins.model, twins.optim, 2)
-    except (FsdpCompatError, RuntimeError):
-        return
-    twins.assert_equal("after loading")
-
-
 # -- values that users write into parameters
 
 
@@ -248,8 +231,7 @@ def test_values_written_into_parameters_by_users_are_kept() -> None:
     twins.wrap(use_orig_params=True)
     twins.step(0)
     model, plain = twins.model, twins.plain
-    part = dict((clean_name(n), p) for n, p in model.named_parameters())
-    whole = dict(plain.named_parameters())
+    part, whole = named(model), dict(plain.named_parameters())
 
     def by_data(p: nn.Parameter) -> None:
         p.data = p.data * 0.5
@@ -273,8 +255,7 @@ def test_values_written_into_parameters_by_users_are_kept() -> None:
     twins.assert_equal("loaded values")
     twins.step(8)
     twins.assert_equal("after a step")
-    for name, parameter in model.named_parameters():
-        assert parameter is part[clean_name(name)]
+    assert all(parameter is part[name] for name, parameter in named(model).items())
 
 
 # -- without original parameters
@@ -338,9 +319,9 @@ def test_states_with_the_names_of_ddp_load(use_orig_params: bool) -> None:
 
 def groups_across_units(module: nn.Module) -> list[dict[str, Any]]:
     names = {"stack.stem.weight", "stack.head.weight", "odd.weight"}
-    named = [(clean_name(n), p) for n, p in module.named_parameters() if p.requires_grad]
-    biases = [p for n, p in reversed(named) if n not in names]
-    return [{"params": biases, "lr": 0.02}, {"params": [p for n, p in named if n in names]}]
+    found = [(n, p) for n, p in named(module).items() if p.requires_grad]
+    biases = [p for n, p in reversed(found) if n not in names]
+    return [{"params": biases, "lr": 0.02}, {"params": [p for n, p in found if n in names]}]
 
 
 @pytest.mark.parametrize(
