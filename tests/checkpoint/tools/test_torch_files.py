@@ -57,7 +57,7 @@ def test_tensors_with_attributes_without_values_and_of_one_storage_are_read(tmp_
     parameter = torch.nn.Parameter(torch.ones(3))
     parameter.tag = 3  # type: ignore[attr-defined]
     tree = {"marked": marked, "parameter": parameter}
-    tree |= {"a": whole, "b": whole, "c": whole[2:4]}
+    tree |= {"a": whole, "b": whole, "c": whole[2:4], "none": torch.empty(0, 1 << 59)}
     torch.save({**tree, "meta": torch.empty(2, device="meta")}, tmp_path / "x.pt")
     content = assert_model(tmp_path / "x.pt", tree)
     assert content.facts.aliases == {"b": "a"}

@@ -174,6 +174,7 @@ HOSTILE = {
         b"\x85R\x89C\x00tb."
     ),
     "a giant shape": b"\x80\x02ctorch\nSize\n" + b"J\xff\xff\xff\x7f" * 3 + b"\x87\x85R.",
+    "a shape of many dims": b"\x80\x02ctorch\nSize\n(" + b"K\x01" * 65 + b"t\x85R.",
     "a negative shape": b"\x80\x02ctorch\nSize\nJ\xff\xff\xff\xff\x85\x85R.",
     "deep lists": b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b".",
     "deep tuples": b"\x80\x02" + _NESTED_TUPLES + b".",
