@@ -258,7 +258,7 @@ def test_changed_and_cut_pickles_give_an_error_or_values(
 # -- bounds of time and memory
 
 
-def assert_small(call: Callable[[], object], says: str = "") -> None:
+def assert_small(call: Callable[[], object], says: str = "", seconds: float = 5) -> None:
     """Assert that a call costs little: it returns, or raises CheckpointError if ``says``."""
 
     def checked() -> None:
@@ -266,7 +266,8 @@ def assert_small(call: Callable[[], object], says: str = "") -> None:
             call()
 
     used = bounded(checked)
-    assert (used.error, used.seconds < 5, used.nbytes < 256 << 20) == ("", True, True), used
+    assert (used.error, used.nbytes < 256 << 20) == ("", True), used
+    assert used.seconds < seconds, used
 
 
 def opened(path: Path) -> None:
@@ -331,13 +332,14 @@ def test_splits_of_several_dims_are_refused_before_they_are_multiplied(
 
 def test_many_tensors_with_splits_take_little_time_and_memory_each(tmp_path: Path) -> None:
     """As tensor parallelism inside FSDP has them, and the most that are not refused."""
-    for num, split in ((1000, 16), (300, 128)):
+    for num, split in ((200, 16), (60, 128)):
         path = tmp_path / f"{split}"
         path.mkdir()
         for rank in range(2):
-            tensor = strided(split, rank=rank)
-            torch.save({f"{n}": tensor.detach() for n in range(num)}, path / f"rank_{rank}.pt")
-        assert_small(lambda path=path: inspect(path))
+            one = strided(split, rank=rank)
+            parts = (DTensor(one.to_local(), one._spec, requires_grad=False) for _ in range(num))
+            torch.save({f"{n}": part for n, part in enumerate(parts)}, path / f"rank_{rank}.pt")
+        assert_small(lambda path=path: inspect(path), seconds=1)  # of five times as many: 5
         assert len(inspect(path).tensors[0].parts) == 2 * split
 
 
