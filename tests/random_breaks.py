@@ -29,7 +29,7 @@ SWAPS = {
 FRONT_ENDS = "tests/frontends tests/fully_shard"
 AREAS = {  # {start of a path in the package: tests}; the longest start counts
     "": f"{FRONT_ENDS} tests/install",
-    "_": "tests/install tests/comm tests/plan tests/checkpoint tests/test_public_api.py",
+    "_": "tests/install tests/comm tests/plan tests/checkpoint tests/test_docstrings.py",
     "_comm": f"tests/comm tests/engine {FRONT_ENDS}",
     "_engine": f"tests/engine tests/comm {FRONT_ENDS} tests/gpu",
     "_front_ends/flat": "tests/frontends tests/install tests/state",

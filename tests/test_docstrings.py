@@ -1,5 +1,6 @@
-"""Docstrings of public names are contracts in one style: a summary line, text, `Collective:` where
-ranks have to call together, and sections of Google's style that name every parameter.
+"""The public names: listed in order, few, and with docstrings that are contracts in one style: a
+summary line, text, `Collective:` where ranks have to call together, and sections of Google's style
+that name every parameter.
 
 Short ones need no sections. Without any, a docstring names each parameter in ``backticks``, or its
 class does so for all of its methods, or it points to a callable that has the parameter: "as ``X``"
@@ -16,9 +17,11 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 from torch import nn
 
 import fsdp_compat
+from fsdp_compat import checkpoint
 from tests.support.public_api import PACKAGE, members_of, public_modules, public_objects
 
 SECTIONS = ["Args", "Attributes", "Returns", "Yields", "Raises"]  # in this order
@@ -154,3 +157,15 @@ def test_dir_shows_all_public_names_and_modules() -> None:
     modules = [each.removeprefix(f"{PACKAGE}.") for each in public_modules() if "." in each]
     shallow = [each for each in modules if "." not in each]
     assert dir(fsdp_compat) == sorted({"__version__", *fsdp_compat.__all__, *shallow})
+
+
+@pytest.mark.parametrize("name", public_modules())
+def test_a_public_module_lists_its_names_in_order_and_has_them(name: str) -> None:
+    module = importlib.import_module(name)
+    assert list(module.__all__) == sorted(set(module.__all__))
+    assert [name for name in module.__all__ if not hasattr(module, name)] == []
+
+
+def test_there_are_few_names_to_look_through() -> None:
+    assert len([name for name in dir(fsdp_compat) if not name.startswith("__")]) <= 45
+    assert len([*checkpoint.__all__, *checkpoint.files.__all__]) <= 20

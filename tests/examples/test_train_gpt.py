@@ -45,38 +45,6 @@ def assert_same_curve(actual: Losses, expected: Losses) -> None:
         assert loss == pytest.approx(right, rel=1e-6 if step <= NUM_STEPS else 1e-4), f"step {step}"
 
 
-# --- parts ----------------------------------------------------------------------------------------
-
-
-def test_a_batch_depends_on_seed_and_step() -> None:
-    text, _, _ = train_gpt.load_text()
-    draws = [
-        train_gpt.draw_batch(text, 12, 32, seed, step)[0]
-        for seed, step in ((0, 1), (0, 2), (1, 1), (0, 1))
-    ]
-    inputs, targets = train_gpt.draw_batch(text, 12, 32, seed=0, step=7)
-    assert inputs.shape == targets.shape == (12, 32)
-    assert torch.equal(inputs[:, 1:], targets[:, :-1])
-    assert torch.equal(draws[0], draws[3])
-    assert not torch.equal(draws[0], draws[1])
-    assert not torch.equal(draws[0], draws[2])
-
-
-def test_the_last_tenth_of_the_text_is_held_out() -> None:
-    text, held_out, vocabulary = train_gpt.load_text()
-    assert len(text) > 30_000
-    assert len(set(vocabulary)) == len(vocabulary) == train_gpt.VOCABULARY
-    assert "".join(vocabulary).isascii()
-    assert len(held_out) == pytest.approx((len(text) + len(held_out)) / 10, abs=1)
-
-
-def test_the_learning_rate_rises_to_its_peak_and_falls() -> None:
-    rates = [train_gpt.learning_rate(step, 0.5) for step in range(1, 81)]
-    assert rates.index(max(rates)) + 1 == train_gpt.WARMUP_STEPS
-    assert max(rates) == 0.5
-    assert rates[79] == pytest.approx(0.25)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -94,16 +62,6 @@ def test_wrong_arguments_are_refused(
     with pytest.raises(SystemExit, match="2"):
         train_gpt.parse_arguments(arguments)
     assert message in capsys.readouterr().err
-
-
-def test_help_shows_every_default(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        train_gpt.parse_arguments(["--help"])
-    text = capsys.readouterr().out
-    assert "torchrun --nproc-per-node 2 examples/train_gpt.py" in text
-    assert "(default: FULL_SHARD)" in text
-    assert "(default: 200)" in text
-    assert "None" not in text
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

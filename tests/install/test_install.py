@@ -8,15 +8,10 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
-import torch
-from torch import Tensor
 
-from fsdp_compat.__main__ import main
-from fsdp_compat._front_ends.flat.client_attributes import ClientAttributes
-from fsdp_compat._install import contents, private_names
+from tests.checkpoint.tools.program import run
 from tests.support.programs import Launcher, python
 from tests.support.sampling import sample
 
@@ -52,7 +47,6 @@ NAMES = {
     "._fully_shard._fsdp_param_group": "FSDPParamGroup",
     "._shard_utils": "_create_chunk_sharded_tensor",
     "._fsdp_extensions": "FSDPExtensions",
-    **{f".{module}": " ".join(rows) for module, rows in contents.PRIVATE.items()},
 }
 
 
@@ -459,13 +453,9 @@ def test_a_fix_without_its_function_is_a_warning_and_not_called_fixed(
     ("arguments", "message"),
     [(["run", "absent.py"], "there is no file 'absent.py' in "), (["run"], "expected a program")],
 )
-def test_run_without_a_program_says_so(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
+def test_run_without_a_program_says_so(arguments: list[str], message: str) -> None:
+    status, _, err = run(*arguments)
+    assert status == 2 and message in err
 
 
 def test_threads_may_install_and_uninstall_at_once(launcher: Launcher, tmp_path: Path) -> None:
@@ -544,32 +534,3 @@ def test_names_that_a_program_reads_in_every_step_are_logged_once(
         assert logged == [(f"private name {name} is read", line)], logged
     """
     assert_passes(launcher, tmp_path, program)
-
-
-def test_each_private_name_is_there_and_has_readers() -> None:
-    listed = [readers for rows in contents.PRIVATE.values() for _, readers in rows.values()]
-    for cls, attributes in contents.ATTRIBUTES.items():
-        listed += attributes.values()
-        missing = [name for name in attributes if not hasattr(cls, name)]
-        assert not missing, (cls, missing)
-    assert {each for readers in listed for each in readers.split(", ")} == {*contents.READERS}
-    attributes = contents.ATTRIBUTES[ClientAttributes]
-    private = {name for name in vars(ClientAttributes) if name[0] == "_" and name[1] != "_"}
-    assert private == attributes.keys(), "each is listed"
-
-
-class Output(NamedTuple):
-    loss: Tensor
-    others: dict[str, Any]
-
-
-def test_tensors_that_require_grad_are_collected_and_replaced_in_order() -> None:
-    first, second, plain = (torch.ones(2, requires_grad=flag) for flag in (True, True, False))
-    output = Output(first, {"kept": plain, "states": [second, None, 3]})
-    found = private_names.collect_grad_tensors(output)
-    assert [id(tensor) for tensor in found] == [id(first), id(second)]
-    changed = private_names.replace_grad_tensors(output, iter([second, first]))
-    assert isinstance(changed, Output)
-    assert changed.loss is second and changed.others["states"][0] is first
-    assert changed.others["kept"] is plain
-    assert private_names.replace_grad_tensors(output, iter(found)) is output

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_compat._install.contents import contents
-from fsdp_compat._migrate import fsdp_imports
-from fsdp_compat._migrate.command import rewrite
+from tests.checkpoint.tools.program import run
 from tests.support.pairwise import each_value
 
 CASES = Path(__file__).parent / "migrate_cases"
@@ -42,19 +39,34 @@ def cases() -> Iterator[tuple[str, Case]]:
             yield f"{path.stem}: {title}", case
 
 
+def rewrite(text: str) -> tuple[str, list[str], list[str]]:
+    """Rewrite case.py; return it with what is left and the notes, without the name of the file."""
+    with open("case.py", "w", newline="") as file:
+        file.write(text)
+    lines = run("migrate", "--write", "case.py").stdout.splitlines()
+    left, notes = (
+        [line.removeprefix(f"{kind}: case.py:") for line in lines if line.startswith(f"{kind}: ")]
+        for kind in ("left", "note")
+    )
+    with open("case.py", newline="") as file:
+        return file.read(), left, notes
+
+
+@pytest.fixture(autouse=True)
+def _in_a_new_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
 @each_value
 @pytest.mark.parametrize("line_end", ["\n", "\r\n"], ids=["lf", "crlf"])
 @pytest.mark.parametrize("case", [case for _, case in cases()], ids=[title for title, _ in cases()])
 def test_case(case: Case, line_end: str) -> None:
-    before = case.before.replace("\n", line_end)
-    found = rewrite(before, "case.py")
-    assert found.after == case.after.replace("\n", line_end)
-    assert [str(each) for each in found.left] == [f"case.py:{line}" for line in case.left]
-    notes = [str(note) for note in sorted(found.notes) if note.why != ONE_UNIT]
-    assert notes == [f"case.py:{line}" for line in case.notes]
-    compile(found.after, "case.py", "exec")
-    again = rewrite(found.after, "case.py")
-    assert again.after == found.after and not again.wraps
+    after, left, notes = rewrite(case.before.replace("\n", line_end))
+    assert after == case.after.replace("\n", line_end)
+    assert left == case.left
+    assert [note for note in notes if not note.endswith(ONE_UNIT)] == case.notes
+    compile(after, "case.py", "exec")
+    assert rewrite(after)[0] == after
 
 
 @pytest.mark.parametrize(
@@ -69,39 +81,23 @@ def test_case(case: Case, line_end: str) -> None:
     ],
 )
 def test_all_but_the_changed_statement_stays_as_it_is(text: str) -> None:
-    expected = text.replace("torch.distributed.fsdp", "fsdp_compat")
-    assert rewrite(text, "case.py").after == expected
+    assert rewrite(text)[0] == text.replace("torch.distributed.fsdp", "fsdp_compat")
 
 
 @pytest.mark.parametrize("text", ["def f(:\n", "print 'x'\n", "x = (\n", "  x = 1\n y = 2\n"])
-def test_what_does_not_parse_is_a_syntax_error(text: str) -> None:
-    with pytest.raises(SyntaxError):
-        rewrite(f"import torch.distributed.fsdp\n{text}", "case.py")
+def test_what_does_not_parse_is_left(text: str) -> None:
+    text = f"import torch.distributed.fsdp\n{text}"
+    after, (left,), _ = rewrite(text)
+    assert after == text and "the file — it does not parse" in left
 
 
-def test_deep_nesting_is_refused() -> None:
-    deep = "from torch.distributed.fsdp import wrap\nx = " + "-" * 20000 + "1\n"
-    with pytest.raises(ValueError, match="nested too deeply"):
-        rewrite(deep, "case.py")
+def test_deep_nesting_is_left() -> None:
+    _, (left,), _ = rewrite(f"from torch.distributed.fsdp import wrap\nx = {'-' * 20000}1\n")
+    assert "nested too deeply" in left
 
 
 def test_every_place_is_named_by_its_line_in_a_long_file() -> None:
     before = (CASES / "state.txt").read_text().partition("def f(")[0].partition("\n")[2]
     text = before + "x = 1  # ä\n" * 500 + "model = DDP(net)\nhelp(model.module)\n"
-    (found,) = rewrite(text, "case.py").left
-    assert str(found).startswith(f"case.py:{text.count(chr(10))}: model.module — ")
-
-
-def test_every_name_that_is_rewritten_exists() -> None:
-    """All names that install() provides: each has a home here, or is left alone."""
-    rewritten = set()
-    for module, found in contents().items():
-        for name in found:
-            full = ".".join(filter(None, (fsdp_imports.FSDP, module, name)))
-            new = fsdp_imports.ours(full)
-            if new is not None:
-                home, _, last = new.rpartition(".")
-                assert last == name and hasattr(importlib.import_module(home), name), full
-                rewritten.add(f"{module}.{name}")
-    assert {".FullyShardedDataParallel", "wrap._recursive_wrap", "api.StateDictType"} <= rewritten
-    assert not any(each.startswith("_runtime_utils") for each in rewritten)
+    _, (left,), _ = rewrite(text)
+    assert left.startswith(f"{text.count(chr(10))}: model.module — ")

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from fsdp_compat.__main__ import main
+from tests.checkpoint.tools.program import run
 from tests.support.programs import python
 
 OLD = "from torch.distributed.fsdp import wrap  # é\n"
@@ -19,26 +18,18 @@ WRAP = "import torch\nmodel = torch.nn.parallel.DistributedDataParallel(net)\n"
 ALONE = "from torch.distributed.fsdp._common_utils import _FSDPState\n"
 
 
-def migrate(*arguments: Any) -> int:
-    """Run the command and return its exit status."""
-    with pytest.raises(SystemExit) as end:
-        main(["migrate", *map(str, arguments)])
-    return end.value.code or 0  # type: ignore[return-value]
-
-
 def start(*arguments: object) -> str:
     """Run Python, and return what it prints in ASCII."""
     return python(*arguments, PYTHONIOENCODING="ascii").stdout
 
 
-def test_nothing_is_written_without_write(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_is_written_without_write(tmp_path: Path) -> None:
     file = tmp_path / "a.py"
     file.write_text(f"x = 1\n{OLD}{ALONE}")
-    assert migrate(file) == 1
+    result = run("migrate", file)
+    assert result.exit_code == 1
     assert file.read_text() == f"x = 1\n{OLD}{ALONE}"
-    lines = capsys.readouterr().out.splitlines()
+    lines = result.stdout.splitlines()
     name = str(file).lstrip("/")
     assert lines[:2] == [f"--- a/{name}", f"+++ b/{name}"]
     assert lines[3:7] == [" x = 1", f"-{OLD[:-1]}", f"+{NEW[:-1]}", f" {ALONE[:-1]}"]
@@ -66,21 +57,19 @@ def test_nothing_is_written_without_write(
 )
 def test_the_exit_status(tmp_path: Path, text: str, options: list[str], status: int) -> None:
     (tmp_path / "a.py").write_text(text)
-    assert migrate(tmp_path, *options) == status
+    assert run("migrate", tmp_path, *options).exit_code == status
 
 
-def test_one_bad_file_does_not_stop_the_others(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_bad_file_does_not_stop_the_others(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text(f"{OLD}x = (\n")
     (tmp_path / "b.py").write_bytes(b"# -*- coding: nonsense -*-\n" + OLD.encode())
     (tmp_path / "c.py").write_bytes(b"from torch.distributed.fsdp import wrap  # \xe9\n")
     (tmp_path / "d.py").write_text(OLD)
     (tmp_path / "e.ipynb").write_text("{}")
     (tmp_path / "f.py").mkdir()
-    assert migrate("--write", tmp_path, tmp_path / "e.ipynb", tmp_path / "d.py") == 1
-    assert (tmp_path / "d.py").read_text() == NEW
-    out = capsys.readouterr().out
+    files = (tmp_path, tmp_path / "e.ipynb", tmp_path / "d.py")
+    status, out, _ = run("migrate", "--write", *files)
+    assert status == 1 and (tmp_path / "d.py").read_text() == NEW
     assert re.search(rf"left: {tmp_path}/a.py:[23]: the file — it does not parse: ", out)
     assert f"left: {tmp_path}/b.py:1: the file — it does not parse: unknown encoding" in out
     assert f"left: {tmp_path}/c.py:1: the file — it does not parse" in out
@@ -103,7 +92,7 @@ def test_encoding_line_ends_and_mode_are_kept(
     file.write_bytes((start + OLD).replace("\n", line_end).encode(encoding))
     file.chmod(0o751)
     link.symlink_to(file)
-    assert migrate("--write", link) == 0
+    assert run("migrate", "--write", link).exit_code == 0
     assert file.read_bytes() == (start + NEW).replace("\n", line_end).encode(encoding)
     assert file.stat().st_mode & 0o777 == 0o751 and link.is_symlink()
     assert sorted(tmp_path.iterdir()) == [file, link]
@@ -119,15 +108,15 @@ def test_folders_that_hold_no_source_are_skipped(tmp_path: Path) -> None:
     (kept / "loop").symlink_to(tmp_path)
     (kept / "gone.py").symlink_to("nowhere")
     (kept / "text.txt").write_text(OLD)
-    assert migrate("--write", tmp_path) == 0
+    assert run("migrate", "--write", tmp_path).exit_code == 0
     assert (kept / "a.py").read_text() == NEW and (kept / "text.txt").read_text() == OLD
     assert {(folder / "a.py").read_text() for folder in skipped} == {OLD}
-    assert migrate("--write", tmp_path / "build") == 0  # it was asked for
+    assert run("migrate", "--write", tmp_path / "build").exit_code == 0  # it was asked for
     assert (tmp_path / "build" / "a.py").read_text() == NEW
 
 
 def test_a_file_that_cannot_be_written_keeps_its_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -135,29 +124,28 @@ def test_a_file_that_cannot_be_written_keeps_its_text(
     file = tmp_path / "a.py"
     file.write_text(OLD)
     monkeypatch.setattr(os, "replace", full)
-    assert migrate("--write", "--check", file) == 1
+    status, out, _ = run("migrate", "--write", "--check", file)
+    assert status == 1 and "No space left on device" in out
     assert list(tmp_path.iterdir()) == [file] and file.read_text() == OLD
-    assert "No space left on device" in capsys.readouterr().out
 
 
-def test_saving_in_another_file_is_reported_if_a_model_is_wrapped(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_saving_in_another_file_is_reported_if_a_model_is_wrapped(tmp_path: Path) -> None:
     save = "def save(model, rank):\n    if rank == 0:\n        write(model.module.state_dict())\n"
     (tmp_path / "a.py").write_text(save)
-    assert migrate(tmp_path, "--check") == 0
+    assert run("migrate", tmp_path, "--check").exit_code == 0
     (tmp_path / "b.py").write_text(WRAP)
-    capsys.readouterr()
-    assert migrate(tmp_path, "--write") == 1
-    assert f"left: {tmp_path}/a.py:3: model.module.state_dict(...)" in capsys.readouterr().out
+    status, out, _ = run("migrate", tmp_path, "--write")
+    assert status == 1 and f"left: {tmp_path}/a.py:3: model.module.state_dict(...)" in out
     assert (tmp_path / "a.py").read_text() == save
 
 
-def test_bad_use_is_one_clear_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert migrate(tmp_path / "nowhere") == 2
-    assert f"there is no file or directory '{tmp_path}/nowhere'" in capsys.readouterr().err
-    assert migrate() == 2 and "PATH" in capsys.readouterr().err
-    assert migrate("--help") == 0 and "source left to migrate" in capsys.readouterr().out
+def test_bad_use_is_one_clear_message(tmp_path: Path) -> None:
+    status, _, err = run("migrate", tmp_path / "nowhere")
+    assert status == 2 and f"there is no file or directory '{tmp_path}/nowhere'" in err
+    status, _, err = run("migrate")
+    assert status == 2 and "PATH" in err
+    status, out, _ = run("migrate", "--help")
+    assert status == 0 and "source left to migrate" in out
 
 
 @pytest.mark.parametrize(

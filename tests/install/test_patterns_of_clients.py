@@ -26,7 +26,6 @@ from torch.distributed.fsdp import _common_utils as torch_utils
 import fsdp_compat
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import StateDictType
-from fsdp_compat._install.contents import contents
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.models import DIM, Block, Stack
 from tests.support.odd_model import assert_holds, assert_identical
@@ -36,15 +35,15 @@ from tests.support.ranks import on_ranks
 BLOCKS = ModuleWrapPolicy({Block})
 
 
-def installed(pattern: Callable[..., None]) -> Callable[..., None]:
+def installed(pattern: Callable[..., Any]) -> Callable[..., Any]:
     """Run a pattern on every rank after ``install()``."""
 
     @functools.wraps(pattern)
-    def run(**arguments: Any) -> None:
+    def run(**arguments: Any) -> Any:
         gc.collect()  # models of torch's that earlier tests have left
         fsdp_compat.install()
         try:
-            pattern(**arguments)
+            return pattern(**arguments)
         finally:
             fsdp_compat.uninstall()
 
@@ -298,23 +297,23 @@ class Tied(nn.Module):
 @both_forms
 @on_ranks(2)
 def test_names_of_parameters_are_those_of_torch(use_orig_params: bool) -> None:
-    options: dict[str, Any] = {"use_orig_params": use_orig_params}
-    utils = contents()["_common_utils"]
-    for wrap in (True, False):
-        ours, theirs = Tied(), Tied()
-        if wrap:
-            ours.block = FSDP(ours.block, **options)
-            ours = FSDP(ours, **options)
-            options["device_id"] = torch.device("cpu")
-            theirs.block = TorchFSDP(theirs.block, **options)
-            theirs = TorchFSDP(theirs, **options)
-        for dedup in (True, False):
-            found = utils["_get_param_to_fqns"](ours, dedup)
-            expected = torch_utils._get_param_to_fqns(theirs, dedup)
-            assert list(found.values()) == list(expected.values())
-            assert [(id(p), type(names)) for p, names in found.items()] == [
-                (id(p), list) for p in ours.parameters()
-            ]
+    def wrapped(wrap: Any, **options: Any) -> nn.Module:
+        model = Tied()
+        model.block = wrap(model.block, use_orig_params=use_orig_params, **options)
+        return wrap(model, use_orig_params=use_orig_params, **options)
+
+    def names_in(utils: Any, model: nn.Module, dedup: bool) -> list[Any]:
+        found = utils._get_param_to_fqns(model, dedup)
+        assert [id(p) for p in found] == [id(p) for p in model.parameters()]
+        assert {type(names) for names in found.values()} == {list}
+        return [*found.values()]
+
+    def all_names(utils: Any, wrap: Any, **options: Any) -> list[Any]:
+        models = (wrapped(wrap, **options), Tied())
+        return [names_in(utils, model, dedup) for model in models for dedup in (True, False)]
+
+    theirs = all_names(torch_utils, TorchFSDP, device_id=torch.device("cpu"))
+    assert installed(lambda: all_names(part_of_torch("_common_utils"), FSDP))() == theirs
 
 
 # -- TransformerEngine

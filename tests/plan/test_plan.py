@@ -26,8 +26,7 @@ from fsdp_compat import (
     plan,
 )
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat.__main__ import main
-from fsdp_compat._plan.memory import Memory
+from tests.checkpoint.tools.program import run
 from tests.support.live_bytes import LiveBytes, release_spare_pages, tensors_alive
 from tests.support.ranks import on_ranks, run_ranks
 
@@ -145,18 +144,19 @@ def test_state_and_traffic_are_those_of_the_shards(wrap: Callable[..., nn.Module
 
 
 def test_memory_counts_a_storage_once_and_forgets_it() -> None:
-    peaks = []
-    with Memory("cpu", lambda nbytes, by_kind: peaks.append((nbytes, by_kind))) as memory:
-        one = torch.empty(100)
-        memory.mark("parameters", [one])
-        view = one[10:].view(9, 10)
-        two = torch.empty(50, dtype=torch.uint8)
+    def step(model: nn.Module, batch: Tensor) -> None:
+        one = torch.empty(1 << 22, device=batch.device)
+        view = one[10:].view(2, -1)
+        two = torch.empty(1 << 20, dtype=torch.uint8, device=batch.device)
         one.untyped_storage().resize_(0)
         del two, view
-        assert memory.nbytes == 0
-        three = torch.empty(10)
-        assert memory.nbytes == three.nbytes
-    assert peaks[-1] == (450, {"parameters": 400, "activations": 50})
+        three = torch.empty(1 << 21, device=batch.device)
+        del three
+
+    found = planned(step=step)
+    assert found.peak.nbytes == found.phases["between"].nbytes + (4 << 22) + (1 << 20)
+    activations = BATCH * DIM * 4 + (4 << 22) + (1 << 20)
+    assert found.peak.by_kind["activations"] == activations
 
 
 def test_plan_leaves_the_model_alone_and_says_what_it_assumed() -> None:
@@ -255,20 +255,18 @@ def number():
 """
 
 
-def test_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "its_job.py").write_text(JOB)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
 
     cases = (("its_job:job", 0), ("its_job:other", 2), ("its_job", 2), ("its_job:number", 1))
+    said = ""
     for function, status in cases:
-        with pytest.raises(SystemExit) as ended:
-            main(["plan", function, "--world-size", "8", "--plot", "plan.png"])
-        assert ended.value.code == status
+        result = run("plan", function, "--world-size", "8", "--plot", "plan.png")
+        assert result.exit_code == status
+        said += result.output
 
-    said = capsys.readouterr()
-    assert "One of 8 ranks" in said.out and "module:function" in said.err
-    assert "What its_job:number returns cannot be used." in said.err
+    assert "One of 8 ranks" in said and "module:function" in said
+    assert "What its_job:number returns cannot be used." in said
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")

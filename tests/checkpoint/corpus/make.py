@@ -2,10 +2,7 @@
 
     export PYTHONPATH=.
     python -m tests.checkpoint.corpus.make torch torch-2.15.0    # torch's own FSDP
-    python -m tests.checkpoint.corpus.make more_torch torch-2.13.0
     python -m tests.checkpoint.corpus.make ours ours             # fsdp_compat
-    python -m tests.checkpoint.corpus.make whole whole           # states that one rank has whole
-    python -m tests.checkpoint.corpus.make columns columns       # parameters cut along the last dim
     python -m tests.checkpoint.corpus.make clients clients       # Accelerate, Lightning, Fabric
 
 The second argument is a new directory of the corpus. What older versions wrote cannot be made
@@ -123,34 +120,17 @@ TORCH = {
     "fsdp2-sharded-ranks-model": 2,
     "tp-sharded-ranks-model": 4,
 }
-MORE_TORCH = {
-    "fsdp1-full.pt": 2,
-    "fsdp1-full-flat.pt": 2,
-    "fsdp1-local-ranks": 2,
-    "fsdp1-sharded-model": 2,
-    "fsdp1-sharded-ranks": 2,
-    "fsdp2-sharded": 2,
-    "fsdp2-sharded-ranks": 2,
-    "hsdp-sharded-model": 4,
-    "hsdp-sharded-ranks-model": 4,
-    "tp-sharded-model": 4,
-    "tp-sharded-ranks-model": 4,
-}
 
 
-def make_torch(folder: Path, kinds: dict[str, int] = TORCH) -> Entries:
+def make_torch(folder: Path) -> Entries:
     entries = {}
-    for name, ranks in kinds.items():
+    for name, ranks in TORCH.items():
         run_ranks(ranks, _save_torch, folder / name)
         has_optimizer = not {"local", "model"} & set(name.split("-"))
         entries[name] = {**_entry(has_optimizer), "extra": {"step": content.STEP}}
         if "local" in name:
             entries[name]["needs_shapes"] = True
     return entries
-
-
-def make_more_torch(folder: Path) -> Entries:
-    return make_torch(folder, MORE_TORCH)
 
 
 # -- fsdp_compat
@@ -181,11 +161,18 @@ def ours(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def _save_native(kind: str, what: str, path: Path) -> None:
-    """what: "all", the "model", or "rank-local" states."""
+    """what: "all", the "model", "rank-local" states, or "whole" ones, each on one rank."""
     warnings.simplefilter("ignore")  # rank-local state can only be loaded with the same layout
     model, optimizer = ours(kind)
-    optimizer = content.rank_local(model) if what == "rank-local" else optimizer
-    content.take_step(optimizer)
+    if what == "rank-local":
+        optimizer = content.rank_local(model)
+    if what == "whole":
+        optimizer = GatheredOptimizer(model, lambda own: torch.optim.Adam(own, lr=0.125))
+        for parameter in optimizer.trained:
+            parameter.grad = parameter.detach() * 0.5 + 0.25
+        optimizer.step()
+    else:
+        content.take_step(optimizer)
     extra = {**content.EXTRA, "rank": dist.get_rank()} if what == "all" else None
     own = None if what == "model" else optimizer
     saved = checkpoint.save(path.parent / "saved", model, own, extra, step=content.STEP)
@@ -217,7 +204,10 @@ def _save_ours(kind: str, form: str, path: Path) -> None:
 def make_ours(folder: Path) -> Entries:
     entries: Entries = {}
     extra = content.facts_of({**content.EXTRA, "rank": 0})
-    for kind, ranks in [("flat", 2), ("original", 2), ("rows", 2), ("flat-tp", 4), ("rows-tp", 4)]:
+    for kind, ranks in [
+        *(("flat", 2), ("original", 2), ("rows", 2)),
+        *(("columns", 3), ("flat-tp", 4), ("rows-tp", 4)),
+    ]:
         run_ranks(ranks, _save_native, kind, "all", folder / f"native-{kind}")
         entries[f"native-{kind}"] = {**_entry(), "extra": extra}
     mapped = {"FSDP_COMPAT_SAME_HOST": "mapped", "FSDP_COMPAT_MAP_FROM": "1"}
@@ -228,6 +218,9 @@ def make_ours(folder: Path) -> Entries:
     for kind in ("flat", "original", "rows"):
         run_ranks(2, _save_native, kind, "rank-local", folder / f"native-{kind}-rank-local")
         entries[f"native-{kind}-rank-local"] = {**_entry(), "content": "rank-local"}
+    for kind in ("flat", "rows"):  # each state is whole on one rank
+        run_ranks(2, _save_native, kind, "whole", folder / f"native-{kind}-whole")
+        entries[f"native-{kind}-whole"] = _entry()
     for name, max_file_size in [("safetensors", 1 << 20), ("safetensors-sharded", 64)]:
         run_ranks(2, _save_safetensors, max_file_size, folder / name)
         entries[name] = {**_entry(False), "step": None, "has_ties": False}
@@ -245,11 +238,6 @@ def make_ours(folder: Path) -> Entries:
         entry = _entry(form != "LOCAL" and "model" not in name)
         entries[name] = {**entry, "has_ties": form != "LOCAL", "extra": {"step": content.STEP}}
     return entries
-
-
-def make_columns(folder: Path) -> Entries:
-    run_ranks(3, _save_native, "columns", "all", folder / "native")
-    return {"native": {**_entry(), "extra": content.facts_of({**content.EXTRA, "rank": 0})}}
 
 
 # -- libraries that use torch's FSDP, called where they save: they train on accelerators alone
@@ -346,25 +334,6 @@ def make_clients(folder: Path) -> Entries:
             "extra": content.facts_of(extra),
         }
     return entries
-
-
-def _save_whole(kind: str, path: Path) -> None:
-    model, _ = ours(kind)
-    optimizer = GatheredOptimizer(model, lambda own: torch.optim.Adam(own, lr=0.125))
-    for parameter in optimizer.trained:
-        parameter.grad = parameter.detach() * 0.5 + 0.25
-    optimizer.step()
-    saved = checkpoint.save(path.parent / "saved", model, optimizer, step=content.STEP)
-    if dist.get_rank() == 0:
-        saved.rename(path)
-        saved.parent.rmdir()
-
-
-def make_whole(folder: Path) -> Entries:
-    """Native checkpoints of optimizer states that ranks have whole, each of some parameters."""
-    for kind in ("flat", "rows"):
-        run_ranks(2, _save_whole, kind, folder / f"native-{kind}")
-    return {f"native-{kind}": _entry() for kind in ("flat", "rows")}
 
 
 # -- the table

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from fsdp_compat import __main__
+from fsdp_compat.__main__ import main
 
 
 class Result(NamedTuple):
@@ -23,12 +23,21 @@ class Result(NamedTuple):
         return self.stdout + self.stderr
 
 
-def run(*arguments: Any) -> Result:
+class _Output(io.StringIO):
+    def __init__(self, is_terminal: bool) -> None:
+        super().__init__()
+        self._is_terminal = is_terminal
+
+    def isatty(self) -> bool:
+        return self._is_terminal
+
+
+def run(*arguments: Any, on_terminal: bool = False) -> Result:
     """Run a command; an error that it does not report itself is raised."""
     with (
-        contextlib.redirect_stdout(io.StringIO()) as out,
-        contextlib.redirect_stderr(io.StringIO()) as err,
+        contextlib.redirect_stdout(_Output(on_terminal)) as out,
+        contextlib.redirect_stderr(_Output(on_terminal)) as err,
         pytest.raises(SystemExit) as end,
     ):
-        __main__.main([str(argument) for argument in arguments])
+        main([str(argument) for argument in arguments])
     return Result(end.value.code or 0, out.getvalue(), err.getvalue())  # type: ignore[arg-type]

@@ -14,28 +14,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fsdp_compat.checkpoint._tools.archive import Archive
-from fsdp_compat.checkpoint._tools.client_directories import read_client_directory
-from fsdp_compat.checkpoint._tools.shapes import shapes_of
-from fsdp_compat.checkpoint._tools.tree import without_ddp
+from fsdp_compat.checkpoint.files import inspect
 from fsdp_compat.errors import CheckpointError
 from tests.checkpoint.corpus.content import Tiny
 from tests.checkpoint.corpus.make import CORPUS
-from tests.support.checkpoints import (
-    assert_holds,
-    assert_is_reference,
-    assert_same,
-    reference,
-    save_dcp,
-    values_of,
-)
+from tests.checkpoint.tools.content import assert_model, assert_reference, content_of
+from tests.support.checkpoints import reference, save_dcp
 
-
-def opened(path: Path, **options: Any) -> Archive:
-    archive = read_client_directory(path, **options)
-    assert archive is not None
-    without_ddp(archive)
-    return archive
+SHAPES = "tests.checkpoint.corpus.content:Tiny"
 
 
 # -- Accelerate and the Trainer
@@ -45,14 +31,18 @@ def test_local_files_of_accelerate_are_read(tmp_path: Path) -> None:
     for rank in range(2):
         file = CORPUS / f"torch-2.13.0/fsdp1-local-ranks/rank_{rank}.pt"
         shutil.copy(file, tmp_path / f"pytorch_model_fsdp_rank{rank}.bin")
-    archive = opened(tmp_path, shapes=shapes_of(Tiny()))
-    assert {*archive.tensors, *archive.aliases} == Tiny().state_dict().keys()
-    assert (archive.kind, archive.world_size) == ("Accelerate", 2)
-    kinds = {name: opened(CORPUS / "clients" / name).kind for name in ("lightning", "fabric-model")}
-    assert kinds == {"lightning": "Lightning", "fabric-model": "Fabric"}
+    found = inspect(tmp_path, shapes=SHAPES)
+    names = {each.path.removeprefix("model/") for each in found.tensors}
+    assert {*names, *found.aliases} == Tiny().state_dict().keys()
+    assert (found.kind, found.world_size) == ("Accelerate", 2)
     (tmp_path / "pytorch_model_fsdp_rank0.bin").unlink()
     with pytest.raises(CheckpointError, match="rank 0"):
-        opened(tmp_path, shapes=shapes_of(Tiny()))
+        inspect(tmp_path, shapes=SHAPES)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("lightning", "Lightning"), ("fabric-model", "Fabric")])
+def test_lightning_and_fabric_are_told_apart(name: str, kind: str) -> None:
+    assert inspect(CORPUS / "clients" / name).kind == kind
 
 
 def test_several_models_of_accelerate_keep_their_number(tmp_path: Path) -> None:
@@ -62,11 +52,9 @@ def test_several_models_of_accelerate_keep_their_number(tmp_path: Path) -> None:
     torch.save(two, tmp_path / "pytorch_model_fsdp_1.bin")
     torch.save(optim, tmp_path / "optimizer.bin")
     save_dcp({"optimizer": optim}, tmp_path / "optimizer_1")
-    archive = opened(tmp_path)
-    assert set(archive.tensors) == {"model.w", "model_1.w"}
-    assert set(archive.states) == {"model.w", "model_1.w"}
-    assert [group["params"] for group in archive.param_groups or ()] == [["model.w"], ["model_1.w"]]
-    assert_same(values_of(archive)["model/model_1.w"], two["w"], "model_1.w")
+    content = assert_model(tmp_path, {"model.w": one["w"], "model_1.w": two["w"]})
+    assert set(content.states) == {"model.w", "model_1.w"}
+    assert [group["params"] for group in content.groups or ()] == [["model.w"], ["model_1.w"]]
 
 
 def test_a_checkpoint_of_the_trainer_has_its_step_and_other_values(tmp_path: Path) -> None:
@@ -80,15 +68,14 @@ def test_a_checkpoint_of_the_trainer_has_its_step_and_other_values(tmp_path: Pat
     torch.save({"cpu": torch.zeros(8)}, tmp_path / "rng_state_0.pth")
     state = tmp_path / "trainer_state.json"
     state.write_text(json.dumps({"global_step": 500, "log_history": []}))
-    archive = opened(tmp_path)
-    assert (archive.kind, archive.step) == ("Trainer", 500)
-    assert_is_reference(archive, expected)
-    assert archive.extra == {"scheduler": {"last_epoch": 7}}
-    left = {text.partition(":")[0] for text in archive.left_out}
+    content = assert_reference(tmp_path, expected)
+    assert (content.facts.kind, content.facts.step) == ("Trainer", 500)
+    assert content.extra == {"scheduler": {"last_epoch": 7}}
+    left = {text.partition(":")[0] for text in content.facts.left_out}
     assert left >= {"model.safetensors", "training_args.bin", "rng_state_0.pth"}
     state.write_text('{"global_step": "no"}')
     with pytest.raises(CheckpointError, match=r"trainer_state\.json"):
-        opened(tmp_path)
+        inspect(tmp_path)
 
 
 def test_ddp_checkpoints_keep_the_numbers_of_the_optimizer(tmp_path: Path) -> None:
@@ -97,9 +84,7 @@ def test_ddp_checkpoints_keep_the_numbers_of_the_optimizer(tmp_path: Path) -> No
     save_file(model, tmp_path / "model.safetensors")
     states = {number: {"m": torch.zeros(shape)} for number, shape in enumerate([(3, 2), (2, 2)])}
     torch.save({"state": states, "param_groups": [{"params": [0, 1]}]}, tmp_path / "optimizer.bin")
-    archive = opened(tmp_path)
-    assert set(archive.tensors) == set(model)
-    assert archive.is_by_number and set(archive.states) == {"0", "1"}
+    assert set(assert_model(tmp_path, model).states) == {0, 1}
     # The same model in two files of torch.save, with an index.
     (tmp_path / "model.safetensors").unlink()
     places = {"a.weight": "part-1.bin", "b.weight": "part-2.bin"}
@@ -107,10 +92,10 @@ def test_ddp_checkpoints_keep_the_numbers_of_the_optimizer(tmp_path: Path) -> No
         torch.save({name: model[name]}, tmp_path / file)
     index = tmp_path / "pytorch_model.bin.index.json"
     index.write_text(json.dumps({"weight_map": places}))
-    assert_holds(opened(tmp_path), model)
+    assert_model(tmp_path, model)
     index.write_text(json.dumps({"weight_map": {**places, "b.weight": "../part-2.bin"}}))
     with pytest.raises(CheckpointError, match="not the name of a file"):
-        opened(tmp_path)
+        inspect(tmp_path)
 
 
 def test_other_directories_are_not_of_a_client(tmp_path: Path) -> None:
@@ -121,8 +106,11 @@ def test_other_directories_are_not_of_a_client(tmp_path: Path) -> None:
     save_file({"w": torch.zeros(2)}, hub / "model.safetensors")
     torch.save({}, own / "model.pt")
     torch.save({}, own / "optimizer.pt")
-    for path in (tmp_path, tmp_path / "dcp", hub, own):
-        assert read_client_directory(path) is None
+    kinds = [inspect(path).kind for path in (tmp_path / "dcp", hub)]
+    assert kinds == ["torch.distributed.checkpoint", "safetensors"]
+    for path in (tmp_path, own):
+        with pytest.raises(CheckpointError, match="No checkpoint was recognised"):
+            inspect(path)
 
 
 def test_mixed_forms_and_links_that_lead_out_are_refused(tmp_path: Path) -> None:
@@ -131,12 +119,12 @@ def test_mixed_forms_and_links_that_lead_out_are_refused(tmp_path: Path) -> None
     torch.save({"w": torch.zeros(2)}, tmp_path / "outside.bin")
     (path / "pytorch_model_fsdp.bin").symlink_to(tmp_path / "outside.bin")
     with pytest.raises(CheckpointError, match="outside"):
-        opened(path)
+        inspect(path)
     (path / "pytorch_model_fsdp.bin").unlink()
     shutil.copy(tmp_path / "outside.bin", path / "pytorch_model_fsdp.bin")
     save_dcp({"model": {"w": torch.zeros(2)}}, path / "pytorch_model_fsdp_0")
     with pytest.raises(CheckpointError, match="several forms"):
-        opened(path)
+        inspect(path)
 
 
 # -- Lightning, Fabric, Megatron-FSDP
@@ -154,15 +142,14 @@ def test_names_of_megatron_fsdp_lose_its_wrappers(tmp_path: Path) -> None:
         group["params"] = list(wrapped(dict.fromkeys(group["params"])))
     save_dcp({"model": wrapped(expected["model"]), "optimizer": optim}, tmp_path / "c")
     torch.save({"iteration": 7}, tmp_path / "c" / "common.pt")
-    archive = opened(tmp_path / "c")
-    assert_is_reference(archive, expected)
-    assert (archive.kind, archive.step) == ("Megatron-FSDP", 7)
+    facts = assert_reference(tmp_path / "c", expected).facts
+    assert (facts.kind, facts.step) == ("Megatron-FSDP", 7)
 
 
 def test_values_that_would_run_code_are_named(tmp_path: Path) -> None:
     save_dcp({"model": {"w": torch.zeros(2)}}, tmp_path / "c")
     torch.save({"epoch": 1, "callbacks": print}, tmp_path / "c" / "meta.pt")
-    archive = opened(tmp_path / "c")
-    assert set(archive.tensors) == {"w"}
-    (text,) = archive.left_out
+    content = content_of(tmp_path / "c")
+    assert set(content.model) == {"w"}
+    (text,) = content.facts.left_out
     assert text.startswith("meta.pt: ") and "print" in text

@@ -21,29 +21,20 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import fsdp_compat
 from fsdp_compat import checkpoint
 from fsdp_compat.checkpoint import files
-from fsdp_compat.checkpoint._manifest import read_manifest
-from fsdp_compat.checkpoint._tools import threads
-from fsdp_compat.checkpoint._tools.archive import Archive, of_memory
-from fsdp_compat.checkpoint._tools.convert import FORMATS, convert
-from fsdp_compat.checkpoint._tools.native import write_native
-from fsdp_compat.checkpoint._tools.reader import Files
-from fsdp_compat.checkpoint._tools.recognition import open_archive
-from fsdp_compat.checkpoint._tools.writers import WriteOptions
+from fsdp_compat.checkpoint.files import convert, inspect
 from fsdp_compat.errors import CheckpointError, UsageError
+from tests.checkpoint.tools.content import assert_model, assert_reference, content_of
 from tests.checkpoint.tools.program import run
 from tests.support import checkpoints, odd_model
-from tests.support.checkpoints import (
-    assert_holds,
-    assert_is_reference,
-    assert_same,
-    flip,
-    refused,
-    values_of,
-)
+from tests.support.checkpoints import assert_same, flip, refused
 from tests.support.pairwise import each_value
 from tests.support.ranks import on_ranks, run_ranks
 
 SUFFIX = {"safetensors-file": ".safetensors", "torch": ".pt"}
+FORMATS = {  # and whether they hold an optimizer
+    **{"safetensors": False, "safetensors-file": False},
+    **{"torch": True, "dcp": True, "native": True},
+}
 
 
 def to(name: str, source: Path, target: Path, **settings: Any) -> Path:
@@ -61,20 +52,17 @@ def to(name: str, source: Path, target: Path, **settings: Any) -> Path:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("kind", checkpoints.KINDS)
 def test_checkpoints_of_every_kind_become_every_other_bit_for_bit(
-    kind: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, ranks: int, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(threads, "THREADS", ranks % 2 + 1)
     made = checkpoints.make(kind, ranks, tmp_path)
     is_local = kind.startswith("fsdp1-local")
     place = "tests.support.checkpoints:unsharded" if is_local else None
     has_optimizer = not is_local and kind != "ours-safetensors"
     names = made["optimizer"]["param_groups"][0]["params"] if kind == "ddp" else None  # numbered
-    if names is None:
-        assert_is_reference(open_archive(made["path"], place), made, has_optimizer)
     out = tmp_path / "out"
     out.mkdir()
     numbers = {"dcp": ranks % 4 + 1, "native": ranks % 3 + 2}
-    for name, target in FORMATS.items():
+    for name, holds_optimizer in FORMATS.items():
         written = to(
             name,
             made["path"],
@@ -84,7 +72,7 @@ def test_checkpoints_of_every_kind_become_every_other_bit_for_bit(
             world_size=numbers.get(name),
             unit=r"blocks\.\d+\.|words\." if name == "native" else None,
         )
-        assert_is_reference(open_archive(written), made, has_optimizer and target.holds_optimizer)
+        assert_reference(written, made, has_optimizer and holds_optimizer)
 
 
 def test_every_format_becomes_every_other(tmp_path: Path) -> None:
@@ -93,13 +81,12 @@ def test_every_format_becomes_every_other(tmp_path: Path) -> None:
     folder.mkdir()
     written = {name: to(name, made["path"], folder) for name in FORMATS}
     for name, source in written.items():
-        for other, target in FORMATS.items():
+        for other, holds_optimizer in FORMATS.items():
             ranks = {"world_size": 3} if other in ("dcp", "native") else {}
-            again = open_archive(to(other, source, folder, **ranks))
-            both = FORMATS[name].holds_optimizer and target.holds_optimizer
-            assert_is_reference(again, made, both)
+            again = to(other, source, folder, **ranks)
+            content = assert_reference(again, made, FORMATS[name] and holds_optimizer)
             if name == "native" and other == "torch":
-                assert again.extra == {"epoch": 2}
+                assert content.extra == {"epoch": 2}
 
 
 def load_and_compare(path: str, front_end: str) -> None:
@@ -125,7 +112,7 @@ def test_a_converted_checkpoint_loads_into_the_wrapped_model(
 
 def test_what_is_taken_and_how_it_is_called(tmp_path: Path) -> None:
     made = checkpoints.make("ours-native", 2, tmp_path)
-    half = open_archive(
+    half = content_of(
         convert(
             made["path"],
             tmp_path / "half.pt",
@@ -135,17 +122,18 @@ def test_what_is_taken_and_how_it_is_called(tmp_path: Path) -> None:
             dtype=torch.float16,
         )
     )
-    assert sorted(half.tensors) == [
+    names = [
         *("layers.0.down.weight", "layers.0.in.weight", "layers.1.down.weight"),
         *("layers.1.in.weight", "words.embed.weight"),
     ]
-    assert half.aliases == {"words.head.weight": "words.embed.weight"}
-    assert {tensor.dtype for tensor in half.tensors.values()} == {torch.float16}
-    assert sorted(half.states) == sorted(half.tensors)  # a tie has its state once
+    assert sorted(half.model) == [*names, "words.head.weight"]
+    assert half.facts.aliases == {"words.head.weight": "words.embed.weight"}
+    assert {tensor.dtype for tensor in half.model.values()} == {torch.float16}
+    assert sorted(half.states) == names  # a tie has its state once
     assert half.states["layers.0.in.weight"]["exp_avg"].dtype == torch.float32
     expected = made["model"]["blocks.1.up.weight"].to(torch.float16)
-    assert_same(values_of(half)["model/layers.1.in.weight"], expected, "values")
-    assert [sorted(group["params"]) for group in half.param_groups or []] == [sorted(half.states)]
+    assert_same(half.model["layers.1.in.weight"], expected, "values")
+    assert [sorted(group["params"]) for group in half.groups or []] == [names]
 
 
 def test_weights_are_the_model_alone(tmp_path: Path) -> None:
@@ -183,7 +171,7 @@ def test_large_models_get_several_files_and_what_is_not_written_is_named(tmp_pat
     with pytest.warns(UserWarning, match=told):
         path = convert(made["path"], tmp_path / "weights", max_file_size=300)
     assert len(list(path.glob("*.safetensors"))) > 2
-    assert_is_reference(open_archive(path), made, with_optimizer=False)
+    assert_reference(path, made, has_optimizer=False)
 
 
 def test_numbered_optimizer_state_gets_names_from_the_caller_alone(tmp_path: Path) -> None:
@@ -191,15 +179,15 @@ def test_numbered_optimizer_state_gets_names_from_the_caller_alone(tmp_path: Pat
     source, names = made["path"], made["optimizer"]["param_groups"][0]["params"]
     with pytest.warns(UserWarning, match="parameters are numbered.*--optimizer-names"):
         path = convert(source, tmp_path / "weights", to="native")
-    assert open_archive(path).param_groups is None
-    numbered = open_archive(convert(source, tmp_path / "kept.pt"))
-    assert numbered.is_by_number and list(numbered.states) == [*map(str, range(len(names)))]
+    assert content_of(path).groups is None
+    kept = content_of(convert(source, tmp_path / "kept.pt"))
+    assert list(kept.states) == [*range(len(names))]
 
     (tmp_path / "names.json").write_text(json.dumps(names))
     option = ("--optimizer-names", tmp_path / "names.json")
     result = run("convert", source, tmp_path / "native", "--to", "native", *option)
     assert result.exit_code == 0, result.output
-    assert_is_reference(open_archive(tmp_path / "native"), made)
+    assert_reference(tmp_path / "native", made)
 
     few = f"{len(names) - 1} different names for {len(names)}"
     for wrong, said in (
@@ -228,10 +216,10 @@ def test_module_in_front_of_every_name_is_ddps_unless_the_caller_says_otherwise(
         option = ["--keep-module"] if keep_module else []
         target = tmp_path / f"{keep_module}"
         assert not run("convert", source, target, "--to", "native", *option).exit_code
-        for found in (open_archive(target), open_archive(source, keep_module=keep_module)):
-            assert set(found.tensors) == set(expected)
+        for found in (content_of(target), content_of(source, keep_module=keep_module)):
+            assert set(found.model) == set(expected)
             assert list(found.states) == expected[:1]
-            assert set((found.param_groups or [{}])[0]["params"]) == set(expected)
+            assert set((found.groups or [{}])[0]["params"]) == set(expected)
     # Native checkpoints say what the names are: nothing is removed.
     back = convert(tmp_path / "True", tmp_path / "back.pt")
     assert set(torch.load(back, weights_only=True)["model"]) == set(names)
@@ -247,7 +235,7 @@ def test_an_interrupted_or_killed_conversion_leaves_nothing_and_can_be_repeated(
     made = checkpoints.make("ours-native", 2, tmp_path)
     folder = tmp_path / "out"
     folder.mkdir()
-    for name, target in FORMATS.items():
+    for name, holds_optimizer in FORMATS.items():
         path = folder / f"result{SUFFIX.get(name, '')}"
         for end in ("raises", "is killed"):
             child = os.fork()
@@ -269,7 +257,7 @@ def test_an_interrupted_or_killed_conversion_leaves_nothing_and_can_be_repeated(
                 assert [file.name.startswith(".result") for file in folder.iterdir()] == [True]
         to(name, made["path"], folder / "result")  # removes what the killed one left
         assert list(folder.iterdir()) == [path]
-        assert_is_reference(open_archive(path), made, target.holds_optimizer)
+        assert_reference(path, made, holds_optimizer)
         path.rename(tmp_path / f"done-{name}")
 
 
@@ -323,11 +311,10 @@ def test_wrong_arguments_are_refused_before_anything_is_written(tmp_path: Path) 
 
 
 def test_a_changed_byte_in_a_file_with_checksums_is_refused(tmp_path: Path) -> None:
-    values = torch.zeros(3, 1 << 20)  # 12 MB in two files: beyond the block that has the header
-    made = Archive(tmp_path, "memory", {"weight": of_memory("weight", values)})
-    source = tmp_path / "step-00000000"
-    with Files() as files:
-        write_native(made, source, WriteOptions(world_size=2), files)
+    # 12 MB in two files: beyond the block that has the header
+    torch.save({"weight": torch.zeros(3, 1 << 20)}, tmp_path / "x.pt")
+    source = convert(tmp_path / "x.pt", tmp_path / "step-0", to="native", world_size=2)
+    (tmp_path / "x.pt").unlink()
     flip(source / "rank-00001.safetensors", -1)
     for name, suffix in SUFFIX.items():
         with pytest.raises(CheckpointError, match=r"rank-00001.*has changed since it was saved"):
@@ -403,13 +390,14 @@ def test_integer_keys_in_files_of_torch_stay_integers(tmp_path: Path) -> None:
     values = {"model": {"w": torch.ones(2)}, "optimizer": {"state": states, "param_groups": []}}
     torch.save(values, tmp_path / "file.pt")
     written = convert(tmp_path / "file.pt", tmp_path / "again", to="native", world_size=2)
-    assert list(open_archive(written).states["w"]) == [0, 1]
+    assert list(content_of(written).states["w"]) == [0, 1]
 
 
 def test_a_native_target_names_the_optimizer_of_a_native_source(tmp_path: Path) -> None:
     made = checkpoints.make("ours-native", 2, tmp_path)
     written = convert(made["path"], tmp_path / "native", to="native", world_size=3)
-    assert read_manifest(written).optimizer_classes == ("torch.optim.adam.Adam",)
+    manifest = json.loads((written / "manifest.json").read_text())["content"]
+    assert manifest["optimizer_classes"] == ["torch.optim.adam.Adam"]
 
 
 @on_ranks(2)
@@ -426,8 +414,9 @@ def test_a_native_target_holds_extra_tensors_once_for_all_ranks(tmp_path: Path) 
         sizes = [file.stat().st_size for file in sorted(written.glob("rank-*"))]
         assert [size > 5000 * 4 for size in sizes] == [True, *[False] * (ranks - 1)]
         assert torch.equal(checkpoint.load(written, model).extra["average"], average)
-        archive = open_archive(written)
-        assert (list(archive.extra), archive.left_out) == (["average"], [])
+        found = inspect(written)
+        extra = [tensor.path for tensor in found.tensors if tensor.section == "extra"]
+        assert (extra, found.left_out) == (["extra/average"], ())
 
 
 def test_a_tie_without_its_first_name_keeps_its_optimizer_state(tmp_path: Path) -> None:
@@ -435,10 +424,10 @@ def test_a_tie_without_its_first_name_keeps_its_optimizer_state(tmp_path: Path) 
     given = {"exclude": ["embed"], "rename": {"words.embed.weight": None}}
     for name, value in given.items():
         path = convert(made["path"], tmp_path / f"{name}.pt", **{name: value})
-        found = open_archive(path)
-        assert "words.embed.weight" not in found.tensors
+        found = content_of(path)
+        assert "words.embed.weight" not in found.model
         assert "words.head.weight" in found.states
-        (group,) = found.param_groups or []
+        (group,) = found.groups or []
         assert "words.head.weight" in group["params"]
 
 
@@ -446,7 +435,7 @@ def test_units_whose_names_differ_in_a_dot_are_two_groups(tmp_path: Path) -> Non
     state = {"layersX.w": torch.ones(3), "layers.0.w": torch.zeros(2)}
     torch.save(state, tmp_path / "x.pt")
     path = convert(tmp_path / "x.pt", tmp_path / "native", to="native", unit=r"layers\.?")
-    assert_holds(open_archive(path), state)
+    assert_model(path, state)
 
 
 def test_targets_may_have_long_names_and_suffixes_in_capitals(tmp_path: Path) -> None:

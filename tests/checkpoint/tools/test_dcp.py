@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import os
 import pickle
-import random
 import shutil
+import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -16,29 +16,20 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from fsdp_compat.checkpoint._tools import threads
-from fsdp_compat.checkpoint._tools.archive import Archive, StoredTensor, of_memory
-from fsdp_compat.checkpoint._tools.dcp import (
-    is_dcp,
-    is_sharded_safetensors,
-    read_dcp,
-    read_sharded_safetensors,
-    write_dcp,
-)
-from fsdp_compat.checkpoint._tools.reader import Files
-from fsdp_compat.checkpoint._tools.writers import WriteOptions
-from fsdp_compat.checkpoint.files import convert, inspect
+from fsdp_compat.checkpoint.files import convert, inspect, verify
 from fsdp_compat.errors import CheckpointError, UsageError
+from tests.checkpoint.tools.content import assert_model, assert_reference, content_of
 from tests.support.checkpoints import (
     FACTS,
     WRAPPERS,
-    assert_holds,
-    assert_is_reference,
     assert_same,
     flip,
     make,
@@ -46,7 +37,6 @@ from tests.support.checkpoints import (
     save_dcp,
     trained,
     unsharded,
-    values_of,
 )
 from tests.support.ranks import run_ranks
 from tests.support.sampling import at_most
@@ -70,11 +60,11 @@ def tensors() -> dict[str, torch.Tensor]:
 
 def test_odd_tensors_and_nested_values_are_read_and_code_is_left_out(tmp_path: Path) -> None:
     state = {"net": tensors(), "list": [{"x": 1}, {"x": (2, "b")}], "epoch": 7, "text": "t"}
-    archive = read_dcp(save_dcp({**state, "loader": Runs(tmp_path)}, tmp_path / "c"))
-    assert_holds(archive, tensors())
-    assert archive.extra == {"list": [{"x": 1}, {"x": (2, "b")}], "epoch": 7, "text": "t"}
-    assert archive.param_groups is None
-    (text,) = archive.left_out
+    save_dcp({**state, "loader": Runs(tmp_path)}, tmp_path / "c")
+    content = assert_model(tmp_path / "c", tensors())
+    assert content.extra == {"list": [{"x": 1}, {"x": (2, "b")}], "epoch": 7, "text": "t"}
+    assert content.groups is None
+    (text,) = content.facts.left_out
     assert text.startswith("loader: ") and "system" in text
     assert not (tmp_path / "ran").exists()
 
@@ -91,7 +81,7 @@ def test_files_with_safetensors_are_read(tmp_path: Path) -> None:
     state = {name: values.contiguous() for name, values in tensors().items()}
     writer = FileSystemWriter(tmp_path / "c", serialization_format=SerializationFormat.SAFETENSORS)
     save_dcp(state, tmp_path / "c", storage_writer=writer)
-    assert_holds(read_dcp(tmp_path / "c"), state)
+    assert_model(tmp_path / "c", state)
 
 
 def save_by_ranks(directory: str) -> None:
@@ -108,12 +98,10 @@ def save_by_ranks(directory: str) -> None:
 
 def test_parts_in_safetensors_and_metadata_of_each_rank_are_read(tmp_path: Path) -> None:
     run_ranks(2, save_by_ranks, str(tmp_path))
-    assert is_sharded_safetensors(tmp_path / "hf")
     expected = dict(unsharded().state_dict())
     del expected["words.head.weight"]
-    assert_holds(read_sharded_safetensors(tmp_path / "hf"), expected)
-    assert is_dcp(tmp_path / "apart")
-    assert_holds(read_dcp(tmp_path / "apart"), expected)
+    assert assert_model(tmp_path / "hf", expected).facts.kind == "sharded safetensors"
+    assert_model(tmp_path / "apart", expected)
 
 
 # -- writing
@@ -121,8 +109,6 @@ def test_parts_in_safetensors_and_metadata_of_each_rank_are_read(tmp_path: Path)
 
 def load_into_all(source: str, target: str) -> None:
     """Load a checkpoint into each library's model, and save what the model has then."""
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-
     warnings.simplefilter("ignore")
     for name, wrap in WRAPPERS.items():
         model = wrap(unsharded())
@@ -141,76 +127,60 @@ def load_into_all(source: str, target: str) -> None:
         dist.barrier()
 
 
-def test_what_is_written_loads_into_fsdp1_fsdp2_and_ours(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("fsdp_compat.checkpoint._tools.dcp.SLAB_NBYTES", 40)
-    archive = read_dcp(make("fsdp2-dcp", 2, tmp_path)["path"])
-    with Files() as files:
-        write_dcp(archive, tmp_path / "c", WriteOptions(world_size=3), files)
-    assert_is_reference(read_dcp(tmp_path / "c"), reference())
+def test_what_is_written_loads_into_fsdp1_fsdp2_and_ours(tmp_path: Path) -> None:
+    source = make("fsdp2-dcp", 2, tmp_path)["path"]
+    convert(source, tmp_path / "c", to="dcp", world_size=3)
+    assert_reference(tmp_path / "c", reference())
     run_ranks(2, load_into_all, str(tmp_path / "c"), str(tmp_path))
     for name in WRAPPERS:
-        assert_is_reference(read_dcp(tmp_path / name), reference())
+        assert_reference(tmp_path / name, reference())
 
 
-@pytest.mark.parametrize("num_threads", [1, 3])
-def test_a_model_alone_is_written_flat_and_cut_for_the_ranks(
-    num_threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(threads, "THREADS", num_threads)
-    monkeypatch.setattr("fsdp_compat.checkpoint._tools.dcp.SLAB_NBYTES", 16)
-    expected = {**tensors(), "tied": tensors()["a.weight"]}
-    archive = Archive(
-        tmp_path,
-        "test",
-        {name: of_memory(name, values) for name, values in tensors().items()},
-        aliases={"tied": "a.weight"},
-    )
-    ticks: list[int] = []
-    options = WriteOptions(4, tick=ticks.append)
-    with Files() as files:
-        write_dcp(archive, tmp_path / "c", options, files)
-    written = read_dcp(tmp_path / "c")
-    assert_holds(written, expected)
-    assert sum(ticks) == sum(values.nbytes for values in expected.values())
-    rows = [(p.holder, p.box.offsets[0]) for p in written.tensors["a.weight"].pieces]
-    assert sorted(rows) == [(0, 0), (0, 1), (1, 2), (1, 3), (2, 4), (2, 5)]
+def test_a_model_alone_is_written_flat_and_cut_for_the_ranks(tmp_path: Path) -> None:
+    model = {**tensors(), "large": torch.arange(5000.0 * 1700).view(5000, 1700)}  # of 32 MiB
+    expected = {**model, "tied": model["a.weight"]}
+    torch.save(expected, tmp_path / "x.pt")
+    path = convert(tmp_path / "x.pt", tmp_path / "c", to="dcp", world_size=4)
+    content = assert_model(path, expected)
+    parts = {each.path: each.parts for each in content.facts.tensors}
+    rows = [(part.rank, part.offsets[0]) for part in parts["model/a.weight"]]
+    assert sorted(rows) == [(0, 0), (1, 2), (2, 4)]
+    rows = [(part.rank, part.offsets[0]) for part in parts["model/large"]]
+    assert sorted(rows) == [(rank, 1250 * rank) for rank in range(4)]
+    (tensor,) = inspect(
+        convert(tmp_path / "x.pt", tmp_path / "d", to="dcp", include=["large"])
+    ).tensors
+    assert [part.nbytes <= 16 << 20 for part in tensor.parts] == [True] * 3
     state = {name: torch.zeros_like(values) for name, values in expected.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.load(state, checkpoint_id=tmp_path / "c")
+        dcp.load(state, checkpoint_id=path)
     for name, values in expected.items():
         assert_same(state[name], values, name)
-    dcp_to_torch_save(tmp_path / "c", tmp_path / "c.pt")
+    dcp_to_torch_save(path, tmp_path / "c.pt")
     assert torch.equal(torch.load(tmp_path / "c.pt")["a.weight"], expected["a.weight"])
 
 
 def test_other_values_dtypes_and_numbered_states_are_written(tmp_path: Path) -> None:
     weight = torch.randn(3, 2)
-    archive = Archive(
-        tmp_path,
-        "test",
-        {"w": StoredTensor(**{**vars(of_memory("w", weight)), "written_as": torch.bfloat16})},
-        states={"0": {"step": of_memory("", torch.tensor(4.0)), "m": of_memory("", weight)}},
-        param_groups=[{"lr": 0.1, "params": ["0"]}],
-        is_by_number=True,
-        extra={"pair": (1, of_memory("", weight)), "list": [{"y": [1, 2]}]},
-        step=5,
-    )
-    with Files() as files:
-        write_dcp(archive, tmp_path / "c", WriteOptions(), files)
-    written = read_dcp(tmp_path / "c")
-    found = values_of(written)
-    assert_same(found["model/w"], weight.bfloat16(), "w")
-    assert_same(found["extra/pair/1"], weight, "pair")
-    assert written.step == 5
-    assert written.extra["list"] == [{"y": [1, 2]}]
-    assert written.param_groups == [{"lr": 0.1, "params": ["0"]}]
-    assert set(written.states["0"]) == {"step", "m"}
-    archive.extra["model.w"] = 1
-    with Files() as files, pytest.raises(UsageError, match="same name"):
-        write_dcp(archive, tmp_path / "d", WriteOptions(), files)
+    optimizer = {
+        "state": {0: {"step": torch.tensor(4.0), "m": weight}},
+        "param_groups": [{"lr": 0.1, "params": [0]}],
+    }
+    saved = {"model": {"w": weight}, "optimizer": optimizer, "step": 5}
+    saved |= {"pair": (1, weight.clone()), "list": [{"y": [1, 2]}]}
+    torch.save(saved, tmp_path / "x.pt")
+    path = convert(tmp_path / "x.pt", tmp_path / "c", to="dcp", dtype=torch.bfloat16)
+    content = content_of(path)
+    assert_same(content.model["w"], weight.bfloat16(), "w")
+    assert_same(content.extra["pair"][1], weight, "pair")
+    assert content.facts.step == 5
+    assert content.extra["list"] == [{"y": [1, 2]}]
+    assert content.groups == [{"lr": 0.1, "params": [0]}]
+    assert_same(content.states[0]["m"], weight, "m")
+    torch.save({**saved, "model.w": 1}, tmp_path / "y.pt")
+    with pytest.raises(UsageError, match="same name"):
+        convert(tmp_path / "y.pt", tmp_path / "d", to="dcp")
 
 
 # -- damaged and hostile content
@@ -299,7 +269,7 @@ def test_hostile_metadata_are_refused(what: str, tmp_path: Path) -> None:
     change, said = HOSTILE[what]
     path = changed(save_dcp(tensors(), tmp_path / "c"), change)
     with pytest.raises(CheckpointError, match=said):
-        read_dcp(path)
+        inspect(path)
 
 
 def test_two_values_at_one_place_and_damaged_plain_values_are_refused(tmp_path: Path) -> None:
@@ -312,7 +282,7 @@ def test_two_values_at_one_place_and_damaged_plain_values_are_refused(tmp_path: 
             (file,) = path.glob("*.distcp")
             flip(file, file.read_bytes().index(b"nnnnn"))
         with pytest.raises(CheckpointError, match=r"two values|checksum"):
-            read_dcp(path)
+            inspect(path)
 
 
 def _one_place(metadata: Any) -> dict[Any, Any]:
@@ -334,33 +304,45 @@ def test_missing_mixed_and_linked_files_are_refused(tmp_path: Path) -> None:
         (path / "__1_0.distcp").unlink()
         change(path / "__1_0.distcp")
         with pytest.raises(CheckpointError, match=said):
-            read_dcp(path)
+            inspect(path)
 
 
 def test_a_file_that_is_left_over_is_named(tmp_path: Path) -> None:
     path = make("fsdp2-dcp", 2, tmp_path)["path"]
     shutil.copy(path / "__1_0.distcp", path / "__7_0.distcp")
-    archive = read_dcp(path)
-    assert archive.world_size == 2
-    assert ["__7_0.distcp" in text for text in archive.left_out] == [True]
+    found = inspect(path)
+    assert found.world_size == 2
+    assert ["__7_0.distcp" in text for text in found.left_out] == [True]
 
 
-def test_damaged_metadata_raise_one_error_or_are_read_inside_their_bounds(tmp_path: Path) -> None:
+CHANGES = st.lists(
+    st.tuples(st.floats(0, 1), st.sampled_from([0, 1, 6, 10_000]), st.binary(max_size=6)),
+    min_size=1,
+    max_size=3,
+)
+
+
+@given(CHANGES)
+@settings(max_examples=at_most(60, of_all=200), deadline=None)
+def test_damaged_metadata_raise_one_error_or_are_read_inside_their_bounds(
+    changes: list[tuple[float, int, bytes]],
+) -> None:
     """tests/checkpoint/tools/test_damage.py damages the other files."""
-    state = {"model": {"w": torch.randn(4, 3), "b": torch.randn(3)}, "step": 3}
-    file = save_dcp(state, tmp_path / "c") / ".metadata"
-    intact, chance = file.read_bytes(), random.Random(0)
-    for _ in range(at_most(60, of_all=200)):
-        content = bytearray(intact)
-        for _ in range(chance.randrange(1, 4)):
-            at = chance.randrange(len(content) + 1)
-            skipped = chance.choice([0, 1, 6, len(content)])
-            content[at : at + skipped] = chance.randbytes(chance.randrange(7))
+    state = {"model": {"w": torch.ones(4, 3), "b": torch.ones(3)}, "step": 3}
+    with tempfile.TemporaryDirectory() as folder:
+        file = save_dcp(state, Path(folder, "c")) / ".metadata"
+        content = bytearray(file.read_bytes())
+        for place, skipped, inserted in changes:
+            at = int(place * len(content))
+            content[at : at + skipped] = inserted
         file.write_bytes(content)
         try:
-            values_of(read_dcp(tmp_path / "c"))
+            verify(file.parent)
+            content_of(file.parent)
         except CheckpointError as error:
             assert all(fact in str(error) for fact in FACTS)
+        except UsageError as error:
+            assert "No tensor matches" in str(error)
 
 
 @pytest.mark.xfail(strict=True, reason="opening a directory reads the head of every chunk")

@@ -7,19 +7,30 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from fsdp_compat.checkpoint._tools.archive import Archive, of_memory
-from fsdp_compat.checkpoint._tools.rank_files import read_rank_files
-from fsdp_compat.checkpoint._tools.shapes import Shape, Shapes, shapes_of, shapes_of_archive
 from fsdp_compat.checkpoint.files import convert, diff, inspect, verify
 from fsdp_compat.errors import CheckpointError
-from tests.support.checkpoints import STEP, Toy, assert_holds, make, reference, unsharded
+from tests.checkpoint.tools.content import assert_model
+from tests.support.checkpoints import STEP, make, reference
 
 FORMS = ("fsdp1-local", "fsdp1-local-original")  # with use_orig_params=False and True
 
 
-def paths_of(form: str, folder: Path) -> list[Path]:
-    return sorted(make(form, 3, folder)["path"].iterdir())
+def shapes_in(source: str, folder: Path) -> str | Path:
+    """Shapes of the model, or of a full checkpoint, which may not say what is a buffer, what is
+    tied, or which order parameters have."""
+    if source == "model":
+        return "tests.support.checkpoints:unsharded"
+    state = reference()["model"]
+    if source != "ties":
+        state = {name: values.clone() for name, values in state.items()}
+    if source == "sorted":
+        del state["words.head.weight"]
+        save_file(state, folder / "full.safetensors")
+        return folder / "full.safetensors"
+    torch.save(state, folder / "full.pt")
+    return folder / "full.pt"
 
 
 @pytest.mark.parametrize("source", ["model", "ties", "no ties", "sorted"])
@@ -27,26 +38,13 @@ def paths_of(form: str, folder: Path) -> list[Path]:
 def test_local_files_give_the_model_with_shapes_of_the_model_or_a_full_checkpoint(
     tmp_path: Path, form: str, source: str
 ) -> None:
-    """A full checkpoint may not say what is a buffer, what is tied, or which order parameters
-    have."""
-    state, paths = reference()["model"], paths_of(form, tmp_path)
-    full = Archive(Path("full"), "safetensors" if source == "sorted" else "torch.save", {})
-    for name, values in state.items():
-        full.tensors[name] = of_memory(name, values)
-    if source != "no ties":
-        del full.tensors["words.head.weight"]
-    if source == "ties":
-        full.aliases["words.head.weight"] = "words.embed.weight"
-    if source == "sorted":
-        full.tensors = dict(sorted(full.tensors.items()))
-    shapes = shapes_of(unsharded()) if source == "model" else shapes_of_archive(full)
+    path, shapes = make(form, 3, tmp_path)["path"], shapes_in(source, tmp_path)
     if source == "sorted" and form == "fsdp1-local":  # nothing says where each parameter lies
         with pytest.raises(CheckpointError, match="order of the parameters"):
-            read_rank_files(paths, shapes)
+            inspect(path, shapes=shapes)
     else:
-        archive = read_rank_files(paths, shapes)
-        assert_holds(archive, state)
-        assert (archive.world_size, archive.step, archive.left_out) == (3, STEP, [])
+        facts = assert_model(path, reference()["model"], shapes=shapes).facts
+        assert (facts.world_size, facts.step, facts.left_out) == (3, STEP, ())
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -76,30 +74,15 @@ WRONG = "blocks.1.up.weight"  # of 55 elements
 @pytest.mark.parametrize(
     ("form", "numel", "message"),
     [
-        ("fsdp1-local", None, "pass shapes"),
-        ("fsdp1-local-original", None, "pass shapes"),
         ("fsdp1-local", 60, rf"blocks\.1\._flat_param(.|\n)*{WRONG} 60"),
         ("fsdp1-local-original", 54, rf"blocks\.1\._flat_param(.|\n)*{WRONG} 55"),
         ("fsdp1-local-original", 56, rf"blocks\.1\._flat_param(.|\n)*{WRONG} 55"),
     ],
 )
-def test_shapes_that_are_missing_or_do_not_add_up_are_refused(
-    tmp_path: Path, form: str, numel: int | None, message: str
+def test_shapes_that_do_not_add_up_are_refused(
+    tmp_path: Path, form: str, numel: int, message: str
 ) -> None:
-    known = shapes_of(unsharded())
-    shapes = Shapes({})
-    if numel is not None:
-        wrong = {**known.entries, WRONG: Shape((numel,), torch.bfloat16)}
-        shapes = Shapes(wrong, known.ties)
+    wrong = reference()["model"] | {WRONG: torch.ones(numel, dtype=torch.bfloat16)}
+    torch.save(wrong, tmp_path / "wrong.pt")
     with pytest.raises(CheckpointError, match=message):
-        read_rank_files(paths_of(form, tmp_path), shapes)
-
-
-# -- shapes
-
-
-def test_shapes_on_the_meta_device_are_those_of_the_model() -> None:
-    with torch.device("meta"):
-        shapes = shapes_of(Toy())
-    assert shapes == shapes_of(unsharded())
-    assert list(shapes.ties) == ["words.head.weight"]
+        inspect(make(form, 3, tmp_path)["path"], shapes=tmp_path / "wrong.pt")

@@ -11,17 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp_compat.checkpoint._tools.archive import (
-    Archive,
-    Span,
-    StoredPiece,
-    StoredTensor,
-    whole_box,
-)
-from fsdp_compat.checkpoint._tools.native import write_native
-from fsdp_compat.checkpoint._tools.reader import Files
-from fsdp_compat.checkpoint._tools.writers import WriteOptions
-from fsdp_compat.checkpoint.files import diff, inspect
+from fsdp_compat.checkpoint.files import convert, diff, inspect
 from tests.support.programs import python
 from tests.support.sampling import at_most
 from tests.support.time_limit import limit_s
@@ -53,21 +43,14 @@ print(status("VmHWM") - before)
 
 def source(folder: Path) -> Path:
     """Write a native checkpoint of two ranks. No two tensors begin alike, and nothing is sparse."""
-    seed = folder / "seed"
-    words = torch.randint(-(1 << 31), 1 << 31, (SEED_NBYTES // 4,), dtype=torch.int32)
-    seed.write_bytes(words.numpy().tobytes())
-    shape = (ROWS, COLUMNS)
+    seed = torch.randint(-(1 << 31), 1 << 31, (SEED_NBYTES // 4,), dtype=torch.int32)
     tensors = {}
     for number in range(NUM_TENSORS):
         # The rows overlap: each begins 4 KiB after the one before.
-        strides = (1024, 1)
-        assert 4096 * number + 4 * (1024 * (ROWS - 1) + COLUMNS) <= SEED_NBYTES
-        piece = StoredPiece(whole_box(shape), Span(seed, 4096 * number, strides))
-        name = f"layers.{number}.weight"
-        tensors[name] = StoredTensor(name, torch.float32, shape, (piece,))
-    with Files() as files:
-        write_native(Archive(seed, "by hand", tensors), folder / "source", WriteOptions(2), files)
-    return folder / "source"
+        rows = seed.view(torch.float32).as_strided((ROWS, COLUMNS), (1024, 1), 1024 * number)
+        tensors[f"layers.{number}.weight"] = rows
+    torch.save(tensors, folder / "seed.pt")
+    return convert(folder / "seed.pt", folder / "source", to="native", world_size=2)
 
 
 @pytest.mark.slow

@@ -13,7 +13,6 @@ pytest.importorskip("rich")
 
 from fsdp_compat.checkpoint.files import convert, list_checkpoints
 from tests.checkpoint.tools.program import run
-from tests.support import checkpoints
 
 UNFINISHED = f".step-00000004-{'0' * 32}"
 
@@ -23,8 +22,9 @@ def runs(tmp_path: Path) -> Path:
     """Checkpoints of steps 1 to 3, the last two damaged, an unfinished save, and other things."""
     folder = tmp_path / "run 7"
     folder.mkdir()
-    (tmp_path / "made").mkdir()
-    made = checkpoints.make("ours-native", 2, tmp_path / "made")["path"]
+    made = tmp_path / "made" / "x.pt"
+    made.parent.mkdir()
+    torch.save({"w": torch.ones(4, 2)}, made)
     for step in (1, 2, 3):
         convert(made, folder / f"step-0000000{step}", to="native", world_size=2)
     (folder / "step-00000003" / "rank-00001.safetensors").unlink()

@@ -12,12 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_compat.checkpoint._tools.archive import Archive, Span, StoredTensor, of_memory
-from fsdp_compat.checkpoint._tools.pickles import Ignored
-from fsdp_compat.checkpoint._tools.reader import Files, read
-from fsdp_compat.checkpoint._tools.torch_save import read_torch_file, write_torch
-from fsdp_compat.checkpoint._tools.writers import WriteOptions
+from fsdp_compat.checkpoint.files import convert, inspect
 from fsdp_compat.errors import CheckpointError
+from tests.checkpoint.tools.content import assert_model
 from tests.support.checkpoints import assert_same
 
 DTYPES = [
@@ -34,12 +31,6 @@ def values_of(dtype: torch.dtype, numel: int) -> torch.Tensor:
     return (raw % 2 if dtype is torch.bool else raw).view(dtype)
 
 
-def assert_stored(found: StoredTensor, expected: torch.Tensor) -> None:
-    assert (found.dtype, found.shape) == (expected.dtype, tuple(expected.shape))
-    with Files() as files:
-        assert_same(read(found, files), expected, found.name)
-
-
 VIEWS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
     *(lambda x: x, lambda x: x[1], lambda x: x[1, 2, 3], lambda x: x[:, 1:], lambda x: x[..., ::2]),
     *(lambda x: x.transpose(0, 2), lambda x: x[:, :0], lambda x: x[:, 1:2, ::3].permute(2, 0, 1)),
@@ -51,12 +42,13 @@ VIEWS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
 def test_tensors_of_all_dtypes_and_strides_come_back_bit_by_bit(
     tmp_path: Path, dtype: torch.dtype
 ) -> None:
-    tensors = [view(values_of(dtype, 24).view(2, 3, 4)) for view in VIEWS]
-    torch.save({"all": tensors}, tmp_path / "x.pt")
-    found = read_torch_file(tmp_path / "x.pt")["all"]
-    for stored, tensor in zip(found, tensors, strict=True):
-        assert_stored(stored, tensor)
-        assert all(isinstance(piece.source, Span) for piece in stored.pieces)
+    tensors = {
+        f"{number}": view(values_of(dtype, 24).view(2, 3, 4)) for number, view in enumerate(VIEWS)
+    }
+    torch.save(tensors, tmp_path / "x.pt")
+    content = assert_model(tmp_path / "x.pt", tensors)
+    parts = [part for tensor in content.facts.tensors for part in tensor.parts]
+    assert all(part.start is not None for part in parts), "read from where they are"
 
 
 def test_tensors_with_attributes_without_values_and_of_one_storage_are_read(tmp_path: Path) -> None:
@@ -65,14 +57,13 @@ def test_tensors_with_attributes_without_values_and_of_one_storage_are_read(tmp_
     parameter = torch.nn.Parameter(torch.ones(3))
     parameter.tag = 3  # type: ignore[attr-defined]
     tree = {"marked": marked, "parameter": parameter}
-    tree |= {"a": whole, "b": whole, "c": whole[2:4], "meta": torch.empty(2, device="meta")}
-    torch.save(tree, tmp_path / "x.pt")
-    found = read_torch_file(tmp_path / "x.pt")
-    for name in ("marked", "parameter", "c"):
-        assert_stored(found[name], tree[name])
-    assert found["a"].pieces == found["b"].pieces
-    assert found["c"].pieces[0].source.start == found["a"].pieces[0].source.start + 8
-    assert isinstance(found["meta"], Ignored) and "[2]" in found["meta"].name
+    tree |= {"a": whole, "b": whole, "c": whole[2:4], "none": torch.empty(0, 1 << 59)}
+    torch.save({**tree, "meta": torch.empty(2, device="meta")}, tmp_path / "x.pt")
+    content = assert_model(tmp_path / "x.pt", tree)
+    assert content.facts.aliases == {"b": "a"}
+    starts = {each.path: each.parts[0].start for each in content.facts.tensors}
+    assert starts["model/c"] == starts["model/a"] + 8
+    assert content.facts.values["extra/meta"].endswith("ithout values>")
 
 
 class Special(torch.Tensor):
@@ -96,7 +87,7 @@ def test_what_is_not_a_dense_tensor_is_refused_by_name(
 ) -> None:
     torch.save({"a": make()}, tmp_path / "x.pt")
     with pytest.raises(CheckpointError, match=message):
-        read_torch_file(tmp_path / "x.pt")
+        inspect(tmp_path / "x.pt")
 
 
 # -- files that torch has not written
@@ -138,7 +129,7 @@ def test_a_file_with_a_changed_record_is_refused(
     good: Path, change: Callable[[dict[str, bytes]], None], message: str
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
-        read_torch_file(_rewritten(good, change))
+        inspect(_rewritten(good, change))
 
 
 @pytest.mark.parametrize(
@@ -158,7 +149,7 @@ def test_a_directory_that_points_elsewhere_is_refused(
     content[entry + field : entry + field + len(value)] = value
     good.write_bytes(content)
     with pytest.raises(CheckpointError, match=message):
-        read_torch_file(good)
+        inspect(good)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +167,7 @@ def test_a_tensor_beyond_its_storage_is_refused(
 
     torch.save({"a": Beyond()}, tmp_path / "x.pt")
     with pytest.raises(CheckpointError, match="was refused"):
-        read_torch_file(tmp_path / "x.pt")
+        inspect(tmp_path / "x.pt")
 
 
 def test_files_of_torch_before_1_6_and_others_are_refused(tmp_path: Path) -> None:
@@ -184,81 +175,65 @@ def test_files_of_torch_before_1_6_and_others_are_refused(tmp_path: Path) -> Non
     for content in (b"", b"\x80\x04N.", b"hello", b"PK\x03\x04", b"\x80\x02\x8a\x0a"):
         path.write_bytes(content)
         with pytest.raises(CheckpointError):
-            read_torch_file(path)
+            inspect(path)
     torch.save({"a": torch.ones(2)}, path, _use_new_zipfile_serialization=False)
     with pytest.raises(CheckpointError, match=r"since torch 1\.6(.|\n)*torch\.load"):
-        read_torch_file(path)
+        inspect(path)
 
 
 # -- writing
 
 
-def archive_of_dtypes() -> Archive:
-    values = {
-        str(dtype).removeprefix("torch."): values_of(dtype, 15).view(3, 5) for dtype in DTYPES
-    }
-    values |= {"empty": torch.empty(0, 3), "number": torch.tensor(3.0)}
-    tensors = {name: of_memory(name, each) for name, each in values.items()}
-    return Archive(Path("source"), "a test", tensors, aliases={"tied": "float32"})
-
-
-@pytest.mark.parametrize("mmap", [False, True])
 @pytest.mark.parametrize("has_optimizer", [False, True])
 def test_written_files_are_loaded_by_torch_without_code(
-    tmp_path: Path, mmap: bool, has_optimizer: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, has_optimizer: bool
 ) -> None:
-    monkeypatch.setattr("fsdp_compat.checkpoint._tools.writers.AT_ONCE_NBYTES", 16)
-    archive = archive_of_dtypes()
+    model = {str(dtype).removeprefix("torch."): values_of(dtype, 15).view(3, 5) for dtype in DTYPES}
+    model |= {"empty": torch.empty(0, 3), "number": torch.tensor(3.0)}
+    model |= {"tied": model["float32"], "large": torch.arange(600_000.0)}  # in several slabs
+    moment = torch.arange(15.0).view(3, 5)
+    optimizer = {
+        "state": {"float32": {"step": 3, "exp_avg": moment}},
+        "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": ["float32"]}],
+    }
+    saved: dict[str, Any] = {"model": model}
     if has_optimizer:
-        moment = of_memory("", torch.arange(15.0).view(3, 5))
-        archive.states = {"float32": {"step": 3, "exp_avg": moment}}
-        archive.param_groups = [{"lr": 0.1, "betas": (0.9, 0.99), "params": ["float32"]}]
-        archive.extra = {"epoch": 3, "rng": of_memory("", torch.ones(2))}
-    with Files() as files:
-        write_torch(archive, tmp_path / "x.pt", WriteOptions(), files)
-    with zipfile.ZipFile(tmp_path / "x.pt") as written:
+        saved |= {"optimizer": optimizer, "epoch": 3, "rng": torch.ones(2)}
+    torch.save(saved, tmp_path / "source.pt")
+    path = convert(tmp_path / "source.pt", tmp_path / "x.pt")
+    content = path.read_bytes()
+    with zipfile.ZipFile(path) as written:
         assert written.testzip() is None
         assert {info.compress_type for info in written.infolist()} == {zipfile.ZIP_STORED}
-        content = (tmp_path / "x.pt").read_bytes()
         for info in written.infolist():  # the headers in front of the records say the same
             assert struct.unpack_from("<I", content, info.header_offset + 14) == (info.CRC,)
-    loaded = torch.load(tmp_path / "x.pt", weights_only=True, mmap=mmap)
-    ours = read_torch_file(tmp_path / "x.pt")
-    if has_optimizer:
-        assert set(loaded) == {"model", "optimizer", "epoch", "rng"}
-        state = loaded["optimizer"]["state"]["float32"]
-        assert state["step"] == 3 and torch.equal(state["exp_avg"], torch.arange(15.0).view(3, 5))
-        assert loaded["optimizer"]["param_groups"] == archive.param_groups
-        loaded, ours = loaded["model"], ours["model"]
-    assert list(loaded) == [*archive.tensors, "tied"]
-    assert loaded["tied"].data_ptr() == loaded["float32"].data_ptr()
-    for name, stored in archive.tensors.items():
-        values = stored.pieces[0].source
-        assert isinstance(values, torch.Tensor)
-        assert_same(loaded[name], values, name)
-        assert_stored(ours[name], values)
-        start = ours[name].pieces[0].source.start
-        assert start % 64 == 0
+    assert all(part.start % 64 == 0 for each in inspect(path).tensors for part in each.parts)
+    for mmap in (False, True):
+        loaded = torch.load(path, weights_only=True, mmap=mmap)
+        if has_optimizer:
+            assert set(loaded) == {"model", "optimizer", "epoch", "rng"}
+            state = loaded["optimizer"]["state"]["float32"]
+            assert state["step"] == 3 and torch.equal(state["exp_avg"], moment)
+            assert loaded["optimizer"]["param_groups"] == optimizer["param_groups"]
+            loaded = loaded["model"]
+        assert set(loaded) == set(model)
+        assert loaded["tied"].data_ptr() == loaded["float32"].data_ptr()
+        for name, values in model.items():
+            assert_same(loaded[name], values, name)
 
 
 def test_records_in_the_fields_for_more_than_four_gibibytes_are_written_and_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 2000)
-    tensors = {
-        "large": of_memory("large", torch.arange(3000)),
-        "last": of_memory("last", torch.arange(3.0)),  # begins beyond the limit
-    }
-    with Files() as files:
-        write_torch(
-            Archive(Path("source"), "a test", tensors), tmp_path / "x.pt", WriteOptions(), files
-        )
-    assert (tmp_path / "x.pt").read_bytes().count(b"PK\x06\x06") == 1
-    with zipfile.ZipFile(tmp_path / "x.pt") as written:
+    tensors = {"large": torch.arange(3000), "last": torch.arange(3.0)}  # beyond the limit
+    torch.save(tensors, tmp_path / "source.pt")
+    path = convert(tmp_path / "source.pt", tmp_path / "x.pt")
+    assert path.read_bytes().count(b"PK\x06\x06") == 1
+    with zipfile.ZipFile(path) as written:
         assert written.testzip() is None
         assert [info.extract_version for info in written.infolist()].count(45) >= 2
     for mmap in (False, True):
-        loaded = torch.load(tmp_path / "x.pt", weights_only=True, mmap=mmap)
-        assert torch.equal(loaded["large"], torch.arange(3000))
-        assert torch.equal(loaded["last"], torch.arange(3.0))
-    assert_stored(read_torch_file(tmp_path / "x.pt")["last"], torch.arange(3.0))
+        loaded = torch.load(path, weights_only=True, mmap=mmap)
+        assert all(torch.equal(loaded[name], values) for name, values in tensors.items())
+    assert_model(path, tensors)

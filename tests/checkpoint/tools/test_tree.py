@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from fsdp_compat.checkpoint._tools.archive import Archive, StoredTensor, of_memory
-from fsdp_compat.checkpoint._tools.tree import archive_of, plain_name, without_ddp
+from fsdp_compat.checkpoint.files import inspect
 from fsdp_compat.errors import CheckpointError
-
-PATH = Path("somewhere")
-
-
-def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> StoredTensor:
-    return of_memory("", torch.zeros(shape, dtype=dtype))
+from tests.checkpoint.tools.content import Content, content_of
+from tests.support.sampling import at_most
 
 
-def parsed(tree: Any) -> Archive:
-    archive = archive_of(PATH, "test", tree)
-    without_ddp(archive)
-    return archive
+def tensor(*shape: int) -> Tensor:
+    return torch.zeros(shape)
+
+
+Parsed = Callable[[Any], Content]
+
+
+@pytest.fixture
+def parsed(tmp_path: Path) -> Parsed:
+    """Return what a tree of values is read as."""
+
+    def parsed(tree: Any) -> Content:
+        torch.save(tree, tmp_path / "x.pt")
+        return content_of(tmp_path / "x.pt")
+
+    return parsed
 
 
 def adam(*shape: int) -> dict[str, Any]:
@@ -76,34 +86,31 @@ IN_MODULE = {
     ],
     ids=lambda tree: ",".join(tree)[:40],
 )
-def test_a_model_is_found_under_its_plain_names(tree: dict[str, Any]) -> None:
-    archive = parsed(tree)
-    assert set(archive.tensors) == set(MODEL)
-    assert [found.name for found in archive.tensors.values()] == list(archive.tensors)
-    assert archive.param_groups is None
+def test_a_model_is_found_under_its_plain_names(tree: dict[str, Any], parsed: Parsed) -> None:
+    content = parsed(tree)
+    assert set(content.model) == set(MODEL)
+    assert content.groups is None and content.states == {}
 
 
-def test_several_models_keep_their_keys() -> None:
-    for first, second in (("model", "model_1"), ("actor", "critic")):
-        found = parsed({first: {"w": tensor(2)}, second: {"w": tensor(3)}, "step": 4})
-        assert {name: each.shape for name, each in found.tensors.items()} == {
-            f"{first}.w": (2,),
-            f"{second}.w": (3,),
-        }
-        assert found.step == 4
+@pytest.mark.parametrize("keys", [("model", "model_1"), ("actor", "critic")])
+def test_several_models_keep_their_keys(keys: tuple[str, str], parsed: Parsed) -> None:
+    content = parsed({keys[0]: {"w": tensor(2)}, keys[1]: {"w": tensor(3)}, "step": 4})
+    shapes = {name: tuple(values.shape) for name, values in content.model.items()}
+    assert shapes == {f"{keys[0]}.w": (2,), f"{keys[1]}.w": (3,)}
+    assert content.facts.step == 4
 
 
-def test_wrappers_leave_names_and_names_of_the_model_stay() -> None:
-    name = "_fsdp_wrapped_module.layers.0._checkpoint_wrapped_module._orig_mod.weight"
-    assert plain_name(name) == "layers.0.weight"
+def test_wrappers_leave_names_and_names_of_the_model_stay(parsed: Parsed) -> None:
+    wrapped = "_fsdp_wrapped_module.layers.0._checkpoint_wrapped_module._orig_mod.weight"
     # Names of the model that only end as a wrapper's name does.
     own = ["my_orig_mod.weight", "x_fsdp_wrapped_module.w", "a._orig_mod_b.w"]
-    assert [plain_name(name) for name in own] == own
+    tree = {name: tensor(2) for name in (wrapped, *own)}
+    assert set(parsed(tree).model) == {"layers.0.weight", *own}
     # One parameter outside: "module" is the model's own.
-    assert set(parsed({"module.w": tensor(2), "v": tensor(2)}).tensors) == {"module.w", "v"}
+    assert set(parsed({"module.w": tensor(2), "v": tensor(2)}).model) == {"module.w", "v"}
     # What would get one name keeps two.
     clash = {"_orig_mod.w": tensor(2), "w": tensor(3)}
-    assert set(parsed(clash).tensors) == set(clash)
+    assert set(parsed(clash).model) == set(clash)
     # The optimizer has only some of the parameters: the model decides.
     tree = {
         "model": {"module.w": tensor(2), "v": tensor(2)},
@@ -112,19 +119,24 @@ def test_wrappers_leave_names_and_names_of_the_model_stay() -> None:
     assert set(parsed(tree).states) == {"module.w"}
 
 
-def test_other_values_keep_their_place() -> None:
-    tree = {
-        "model": {**MODEL, "a._extra_state": b"x"},
-        "rng": [tensor(5), {"cuda": tensor(6)}],
-        "empty": {},
-        "global_step": 12,
-    }
-    found = parsed(tree)
-    assert found.step == 12
-    assert found.extra["model"] == {"a._extra_state": b"x"}
-    paths = {path for path, _ in found.all_tensors() if path.startswith("extra")}
+def test_other_values_keep_their_place(parsed: Parsed) -> None:
+    content = parsed(
+        {
+            "model": {**MODEL, "a._extra_state": b"x"},
+            "rng": [tensor(5), {"cuda": tensor(6)}],
+            "empty": {},
+            "global_step": 12,
+        }
+    )
+    assert content.facts.step == 12
+    assert content.extra["extra_model"] == {"a._extra_state": b"x"}
+    paths = {each.path for each in content.facts.tensors if each.section == "extra"}
     assert paths == {"extra/rng/0", "extra/rng/1/cuda"}
-    assert parsed(tensor(3)).extra["value"].shape == (3,)
+
+
+def test_a_tensor_alone_is_a_value(tmp_path: Path) -> None:
+    torch.save(tensor(3), tmp_path / "x.pt")
+    assert [each.path for each in inspect(tmp_path / "x.pt").tensors] == ["extra/value"]
 
 
 # -- the optimizer
@@ -140,108 +152,127 @@ def test_other_values_keep_their_place() -> None:
         {"model": in_module(MODEL), "optimizer": IN_MODULE},
         {"model": MODEL, "optimizer": FLATTENED},
         {"model": MODEL, "optimizer": NUMBERED},
-        BY_NAME,
     ],
-    ids=["name", "no groups", "app", "list", "module", "flattened", "numbers", "alone"],
+    ids=["name", "no groups", "app", "list", "module", "flattened", "numbers"],
 )
-def test_the_optimizer_is_by_name(tree: dict[str, Any]) -> None:
-    archive = parsed(tree)
-    assert not archive.is_by_number
-    assert set(archive.states) == {"a.weight", "a.bias"}
-    for name, states in archive.states.items():
+def test_the_optimizer_is_by_name(tree: dict[str, Any], parsed: Parsed) -> None:
+    content = parsed(tree)
+    assert set(content.states) == {"a.weight", "a.bias"}
+    for name, states in content.states.items():
         assert states["exp_avg"].shape == MODEL[name].shape
-        assert states["exp_avg"].name == f"{name}/exp_avg"
-    assert archive.param_groups is not None
-    (group,) = archive.param_groups
+    assert content.groups is not None
+    (group,) = content.groups
     assert sorted(group["params"]) == ["a.bias", "a.weight"]
     assert group.get("lr", 0.1) == 0.1
-    assert archive.extra == {}
+    assert content.extra == {}
 
 
-def test_numbers_become_names_only_if_the_groups_say_which() -> None:
-    model = {"a": tensor(2), "b": tensor(3)}
+def test_an_optimizer_alone_is_one(tmp_path: Path) -> None:
+    torch.save(BY_NAME, tmp_path / "x.pt")
+    found = inspect(tmp_path / "x.pt")
+    paths = {f"optimizer/{name}/{key}" for name in BY_NAME["state"] for key in adam(1)}
+    assert {each.path for each in found.tensors} == paths
+    assert found.values["optimizer/param_groups/0/params"] == "2"
 
-    def opened(*groups: dict[str, Any]) -> Archive:
-        optimizer = {"state": {0: adam(3), 1: adam(2)}, "param_groups": list(groups)}
-        return parsed({"model": model, "optimizer": optimizer})
 
-    found = opened({"params": [0], "param_names": ["b"]}, {"params": [1], "param_names": ["a"]})
-    assert {name: states["exp_avg"].shape for name, states in found.states.items()} == {
-        "b": (3,),
-        "a": (2,),
-    }
-    assert [group["params"] for group in found.param_groups or ()] == [["b"], ["a"]]
-    for groups in (
+def optimized(parsed: Parsed, *groups: dict[str, Any]) -> Content:
+    """Parameters a and b, of 2 and 3 elements, and an optimizer that numbers them the other way."""
+    optimizer = {"state": {0: adam(3), 1: adam(2)}, "param_groups": list(groups)}
+    return parsed({"model": {"a": tensor(2), "b": tensor(3)}, "optimizer": optimizer})
+
+
+def test_numbers_become_names_if_the_groups_say_which(parsed: Parsed) -> None:
+    content = optimized(
+        parsed, {"params": [0], "param_names": ["b"]}, {"params": [1], "param_names": ["a"]}
+    )
+    sizes = {name: len(states["exp_avg"]) for name, states in content.states.items()}
+    assert sizes == {"b": 3, "a": 2}
+    assert [group["params"] for group in content.groups or ()] == [["b"], ["a"]]
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
         [{"params": [0, 1]}],  # although shapes and order would fit one choice alone
         [{"params": [0, 1], "param_names": ["b"]}],
         [{"params": [0, 1], "param_names": ["b", "b"]}],
         [{"params": [0], "param_names": ["b"]}],  # state 1 is in no group
         [{"params": [0], "param_names": ["b"]}, {"params": [1]}],
-    ):
-        found = opened(*groups)
-        assert found.is_by_number and set(found.states) == {"0", "1"}
+    ],
+)
+def test_numbers_stay_where_the_groups_do_not_name_each(
+    groups: list[dict[str, Any]], parsed: Parsed
+) -> None:
+    assert set(optimized(parsed, *groups).states) == {0, 1}
 
 
-def test_flattened_settings_make_groups_and_two_optimizers_become_one() -> None:
+def test_flattened_settings_make_groups(parsed: Parsed) -> None:
     flat = {f"param_groups.{name}.lr": lr for name, lr in (("a", 1), ("b", 2), ("c.d", 1))}
-    found = parsed({"optimizer": {"state.c.d.step": tensor(), **flat}})
-    assert found.param_groups == [{"lr": 1, "params": ["a", "c.d"]}, {"lr": 2, "params": ["b"]}]
-    assert set(found.states) == {"c.d"}
+    model = {name: tensor(2) for name in ("a", "b", "c.d")}
+    content = parsed({"model": model, "optimizer": {"state.c.d.step": tensor(), **flat}})
+    assert content.groups == [{"lr": 1, "params": ["a", "c.d"]}, {"lr": 2, "params": ["b"]}]
+    assert set(content.states) == {"c.d"}
 
+
+def test_two_optimizers_of_different_parameters_become_one(parsed: Parsed) -> None:
     one = {"state": {"a": adam(2)}, "param_groups": [{"params": ["a"]}]}
     two = {"state": {"b": adam(2)}, "param_groups": [{"params": ["b"]}]}
     model = {"a": tensor(2), "b": tensor(2)}
-    found = parsed({"model": model, "optimizer_0": one, "optimizer_1": two})
-    assert set(found.states) == {"a", "b"}
-    assert found.left_out == []
-    found = parsed({"model": model, "optimizer_0": one, "optimizer_1": one})
-    assert found.states == {}
-    assert set(found.extra) == {"optimizer_0", "optimizer_1"}
-    assert len(found.left_out) == 1
+    content = parsed({"model": model, "optimizer_0": one, "optimizer_1": two})
+    assert set(content.states) == {"a", "b"} and content.facts.left_out == ()
+    content = parsed({"model": model, "optimizer_0": one, "optimizer_1": one})
+    assert content.states == {} and set(content.extra) == {"optimizer_0", "optimizer_1"}
+    assert len(content.facts.left_out) == 1
 
 
 # -- bounds
 
 
-def test_very_many_containers_and_doubtful_keys_are_refused() -> None:
+def test_very_many_containers_and_doubtful_keys_are_refused(tmp_path: Path) -> None:
     many: Any = tensor(2)
     for _ in range(40):
         many = {"a": many, "b": many}
     for tree in (many, {"state": {0: {}, "0": {}}}):
+        torch.save(tree, tmp_path / "x.pt")
         with pytest.raises(CheckpointError, match="was refused"):
-            parsed(tree)
+            inspect(tmp_path / "x.pt")
 
 
-keys = st.sampled_from(
+KEYS = st.sampled_from(
     ["model", "state_dict", "optimizer", "state", "param_groups", "params", "module.a", "a", "step"]
 )
-leaves = st.one_of(
-    st.just(tensor(2)), st.just(tensor()), st.integers(), st.none(), st.text(max_size=3)
-)
-trees = st.recursive(
-    leaves,
+LEAVES = st.sampled_from(["2", "0-d", 1, None, "", "text"])
+TREES = st.recursive(
+    LEAVES,
     lambda inner: st.one_of(
         st.lists(inner, max_size=3),
-        st.dictionaries(st.one_of(keys, st.integers(0, 3)), inner, max_size=4),
+        st.dictionaries(st.one_of(KEYS, st.integers(0, 3)), inner, max_size=4),
     ),
     max_leaves=20,
 )
 
 
-def num_tensors(value: Any) -> int:
-    if isinstance(value, StoredTensor):
-        return 1
-    if isinstance(value, (dict, list, tuple)):
-        return sum(map(num_tensors, value.values() if isinstance(value, dict) else value))
-    return 0
+def with_tensors(value: Any) -> tuple[Any, int]:
+    """Put a tensor in place of each name of one, but in groups; return how many there are."""
+    if value in ("2", "0-d"):
+        return tensor(*([2] if value == "2" else [])), 1
+    if not isinstance(value, (dict, list)):
+        return value, 0
+    pairs = value.items() if isinstance(value, dict) else enumerate(value)
+    items = {key: (at, 0) if key == "param_groups" else with_tensors(at) for key, at in pairs}
+    made = {key: item for key, (item, _) in items.items()}
+    num = sum(num for _, num in items.values())
+    return made if isinstance(value, dict) else [*made.values()], num
 
 
-@given(trees)
+@given(TREES)
+@settings(max_examples=at_most(60, of_all=300), deadline=None)
 def test_no_tree_fails_and_no_tensor_is_lost(tree: Any) -> None:
-    try:
-        archive = parsed(tree)
-    except CheckpointError:  # for keys such as 0 and "0"
-        return
-    found = len(archive.tensors) + len(archive.aliases) + num_tensors(archive.extra)
-    found += num_tensors(archive.states) + num_tensors(archive.param_groups)
-    assert found == num_tensors(tree)
+    tree, num_tensors = with_tensors(tree)
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save(tree, Path(folder, "x.pt"))
+        try:
+            found = inspect(Path(folder, "x.pt"))
+        except CheckpointError:  # for keys such as 0 and "0"
+            return
+    assert len(found.tensors) + len(found.aliases) == num_tensors

@@ -1,5 +1,6 @@
 """Pickles are read as data: plain values come back as they were, and nothing else happens,
-whatever the bytes are."""
+whatever the bytes are. What a small file can ask for is bounded: it is refused within seconds and
+without much memory, as child processes with limits show."""
 
 from __future__ import annotations
 
@@ -7,12 +8,13 @@ import argparse
 import collections
 import contextlib
 import datetime
-import io
 import os
 import pathlib
 import pickle
 import struct
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +23,23 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from fsdp_compat.checkpoint._tools.archive import Checksum
-from fsdp_compat.checkpoint._tools.reader import Files, read
-from fsdp_compat.checkpoint._tools.torch_save import _Storage, unpickle
+from fsdp_compat.checkpoint.files import convert, inspect
 from fsdp_compat.errors import CheckpointError
+from tests.checkpoint.tools.content import content_of, d_tensor, save_pickle
+from tests.support.bounded import bounded
 from tests.support.sampling import at_most
 
-WHERE = Path("values.pkl")
+
+def unpickled(value: Any, protocol: int = 4) -> Any:
+    """What becomes of a pickled value in a conversion that keeps all values as they were saved."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = save_pickle(Path(folder, "x.pt"), pickle.dumps({"value": value}, protocol))
+        written = convert(path, Path(folder, "y.pt"), as_saved=True)
+        return torch.load(written, weights_only=False)["value"]
+
 
 _KEYS = st.one_of(st.text(), st.integers(-1000, 1000), st.tuples(st.text(), st.integers()))
 VALUES = st.recursive(
@@ -57,7 +68,7 @@ VALUES = st.recursive(
 @given(VALUES, st.integers(2, 5))
 @settings(max_examples=at_most(40, of_all=150), deadline=None)
 def test_plain_values_come_back_as_they_were(value: Any, protocol: int) -> None:
-    assert unpickle(pickle.dumps(value, protocol), WHERE) == value
+    assert unpickled(value, protocol) == value
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
@@ -85,23 +96,24 @@ def test_plain_values_come_back_as_they_were(value: Any, protocol: int) -> None:
 def test_values_of_known_classes_become_plain_ones(
     value: Any, expected: Any, protocol: int
 ) -> None:
-    assert unpickle(pickle.dumps(value, protocol), WHERE) == expected
+    assert unpickled(value, protocol) == expected
 
 
-@pytest.mark.parametrize("protocol", [2, 4, 5])
-@pytest.mark.parametrize("order", ["C", "F"])
 @pytest.mark.parametrize("dtype", ["f8", "u4", "i1", "?", "c8"])
-def test_arrays_of_numbers_become_tensors(protocol: int, order: Any, dtype: str) -> None:
-    array = np.arange(6).reshape(2, 3).astype(dtype, order=order)
-    (found,) = unpickle(pickle.dumps([array], protocol), WHERE)
-    with Files() as files:
-        assert torch.equal(read(found, files), torch.from_numpy(np.ascontiguousarray(array)))
+def test_arrays_of_numbers_become_tensors(dtype: str, tmp_path: Path) -> None:
+    orders: list[Any] = ["C", "F"]
+    for order in orders:
+        array = np.arange(6).reshape(2, 3).astype(dtype, order=order)
+        for protocol in (2, 4, 5):
+            path = save_pickle(tmp_path / "x.pt", pickle.dumps({"a": array}, protocol))
+            found = content_of(path).model["a"]
+            assert torch.equal(found, torch.from_numpy(np.ascontiguousarray(array)))
 
 
 @pytest.mark.parametrize("array", [np.array([{}, None], dtype=object), np.arange(3, dtype=">i4")])
 def test_arrays_of_objects_and_of_other_byte_orders_are_refused(array: Any) -> None:
     with pytest.raises(CheckpointError, match="only arrays of numbers"):
-        unpickle(pickle.dumps(array), WHERE)
+        unpickled(array)
 
 
 # -- hostile pickles
@@ -162,6 +174,7 @@ HOSTILE = {
         b"\x85R\x89C\x00tb."
     ),
     "a giant shape": b"\x80\x02ctorch\nSize\n" + b"J\xff\xff\xff\x7f" * 3 + b"\x87\x85R.",
+    "a shape of many dims": b"\x80\x02ctorch\nSize\n(" + b"K\x01" * 65 + b"t\x85R.",
     "a negative shape": b"\x80\x02ctorch\nSize\nJ\xff\xff\xff\xff\x85\x85R.",
     "deep lists": b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b".",
     "deep tuples": b"\x80\x02" + _NESTED_TUPLES + b".",
@@ -192,28 +205,29 @@ def test_a_hostile_pickle_is_refused_at_once_and_changes_nothing(
     monkeypatch.chdir(tmp_path)
     attributes = dict(vars(torch.FloatStorage)), dict(vars(argparse.Namespace))
     with pytest.raises(CheckpointError, match="was refused"):
-        unpickle(HOSTILE[name], WHERE)
-    assert not os.listdir(tmp_path)
+        inspect(save_pickle(tmp_path / "x.pt", HOSTILE[name]))
+    assert os.listdir(tmp_path) == ["x.pt"]
     assert attributes == (dict(vars(torch.FloatStorage)), dict(vars(argparse.Namespace)))
 
 
-def test_a_pickle_cannot_change_the_storage_that_it_refers_to() -> None:
-    storage = _Storage(WHERE, Checksum(0, 8, 0), torch.float32)
+def test_a_pickle_cannot_change_the_storage_that_it_refers_to(tmp_path: Path) -> None:
+    storage = ("storage", torch.FloatStorage, "data.pkl", "cpu", 2)
+    reference = b"cbuiltins\ntuple\n" + pickle.dumps([*storage], 2)[2:-1] + b"\x85R"
     items = b"}X\x04\x00\x00\x00pathK\x01s"
     for attributes in (items, b"N" + items + b"\x86"):
+        path = save_pickle(tmp_path / "x.pt", b"\x80\x02" + reference + b"Q" + attributes + b"b.")
         with pytest.raises(CheckpointError, match="was refused"):
-            unpickle(b"\x80\x02K\x01Q" + attributes + b"b.", WHERE, lambda reference: storage)
-        assert storage.path is WHERE
+            inspect(path)
 
 
-def test_what_a_hostile_pickle_asks_for_is_named_and_not_even_imported() -> None:
+def test_what_a_hostile_pickle_asks_for_is_named_and_not_even_imported(tmp_path: Path) -> None:
     for data, name in (
         (HOSTILE["references that multiply"], "by references"),
         (HOSTILE["posix.system"], r"posix\.system"),
         (b"\x80\x02cantigravity\nfly\n)R.", "antigravity"),
     ):
         with pytest.raises(CheckpointError, match=name):
-            unpickle(data, WHERE)
+            inspect(save_pickle(tmp_path / "x.pt", data))
     assert "antigravity" not in sys.modules
 
 
@@ -237,13 +251,109 @@ def test_changed_and_cut_pickles_give_an_error_or_values(
     changed = bytearray(data)
     for place, byte in changes:
         changed[place % len(changed)] = byte
+    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(CheckpointError):
+        inspect(save_pickle(Path(folder, "x"), bytes(changed[: length % (2 * len(changed)) + 1])))
+
+
+# -- bounds of time and memory
+
+
+def assert_small(call: Callable[[], object], says: str = "", seconds: float = 5) -> None:
+    """Assert that a call costs little: it returns, or raises CheckpointError if ``says``."""
+
+    def checked() -> None:
+        with pytest.raises(CheckpointError, match=says) if says else contextlib.nullcontext():
+            call()
+
+    used = bounded(checked)
+    assert (used.error, used.nbytes < 256 << 20) == ("", True), used
+    assert used.seconds < seconds, used
+
+
+def opened(path: Path) -> None:
     with contextlib.suppress(CheckpointError):
-        unpickle(bytes(changed[: length % (2 * len(changed)) + 1]), WHERE)
+        inspect(path)
 
 
-def test_a_text_longer_than_the_limit_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    import fsdp_compat.checkpoint._tools.pickles as pickles
+_LONG_LIST = b"](" + b"K\x01" * 100_000 + b"eq\x000"
+_LONG_TEXT = b"X" + struct.pack("<I", 1_000_000) + b"a" * 1_000_000 + b"q\x000"
+_LONG_BYTES = b"B" + struct.pack("<I", 1 << 20) + bytes(1 << 20) + b"q\x000"
+_ARRAY_OF_LONG_BYTES = (
+    b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85C\x01b\x87R"
+    b"(K\x01J\x00\x00\x10\x00\x85cnumpy\ndtype\nX\x02\x00\x00\x00u1\x85R\x89h\x00tb"
+)
+_KEYS_OF_LONG_TEXTS = b"".join(b"(" + b"h\x00" * 60 + b"K%ctN" % at for at in range(250))
+_HUGE_NUMBER = b"\x8a\xff" + b"\x7f" * 255 + b"q\x00"
+COSTLY = {
+    "pairs of an ordered dict that are one list": (
+        b"\x80\x02" + _LONG_LIST + b"ccollections\nOrderedDict\n"
+        b"](" + b"h\x00" * 100_000 + b"e\x85R."
+    ),
+    "keys of one text many times": b"\x80\x02" + _LONG_TEXT + b"}(" + _KEYS_OF_LONG_TEXTS + b"u.",
+    "arrays of one content": (
+        b"\x80\x03" + _LONG_BYTES + b"](" + _ARRAY_OF_LONG_BYTES * 3000 + b"e."
+    ),
+    "a size of huge numbers": (
+        b"\x80\x02ctorch\nSize\n(" + _HUGE_NUMBER + b"h\x00" * 200_000 + b"t\x85R."
+    ),
+}  # fmt: skip
 
-    monkeypatch.setattr(pickles, "MAX_TEXT_NBYTES", 100)
-    with pytest.raises(CheckpointError, match="100 bytes"):
-        unpickle(io.BytesIO(pickle.dumps("a" * 200)), WHERE)
+
+@pytest.mark.parametrize("name", COSTLY)
+def test_what_a_pickle_refers_to_often_is_neither_copied_nor_multiplied(
+    name: str, tmp_path: Path
+) -> None:
+    path = save_pickle(tmp_path / "x.pt", COSTLY[name])
+    assert_small(lambda: opened(path))
+
+
+def test_values_that_are_not_tensors_are_bounded(tmp_path: Path) -> None:
+    path = save_pickle(tmp_path / "x.pt", pickle.dumps(bytes(100_000_000)))
+    assert_small(lambda: inspect(path), "the limit is 100000000")
+
+
+# -- DTensors
+
+
+def strided(*splits: int, rank: int = 0, mesh: int = 2) -> DTensor:
+    """A rank's part of a tensor whose dims are each cut over a dim of a mesh."""
+    local = torch.empty(()).expand((8192 // mesh,) * len(splits))
+    cuts = [_StridedShard(dim, split_factor=number) for dim, number in enumerate(splits)]
+    return d_tensor(local, (8192,) * len(splits), (mesh,) * len(splits), rank, cuts)
+
+
+@pytest.mark.parametrize("splits", [(4096, 4096), (256, 256, 4), (1 << 30,)])
+def test_splits_of_several_dims_are_refused_before_they_are_multiplied(
+    splits: tuple[int, ...], tmp_path: Path
+) -> None:
+    torch.save({"w": strided(*splits)}, tmp_path / "x.pt")
+    assert_small(lambda: inspect(tmp_path / "x.pt"), "splits|parts")
+
+
+def test_many_tensors_with_splits_take_little_time_and_memory_each(tmp_path: Path) -> None:
+    """As tensor parallelism inside FSDP has them, and the most that are not refused."""
+    for num, split in ((200, 16), (60, 128)):
+        path = tmp_path / f"{split}"
+        path.mkdir()
+        for rank in range(2):
+            one = strided(split, rank=rank)
+            parts = (DTensor(one.to_local(), one._spec, requires_grad=False) for _ in range(num))
+            torch.save({f"{n}": part for n, part in enumerate(parts)}, path / f"rank_{rank}.pt")
+        assert_small(lambda path=path: inspect(path), seconds=1)  # of five times as many: 5
+        assert len(inspect(path).tensors[0].parts) == 2 * split
+
+
+@pytest.mark.parametrize("number", [2, ()], ids=["numbers", "empty"])
+def test_nested_sizes_of_a_mesh_are_refused_before_they_are_followed(
+    number: Any, tmp_path: Path
+) -> None:
+    nested: Any = number
+    for _ in range(7):
+        nested = (nested,) * 60
+    for sizes in ((nested,), (2,) * 65):
+        tensor = d_tensor(torch.ones(3, 2), (6, 2), (2,), 0, [Shard(0)])
+        layout: Any = tensor.device_mesh._layout
+        for name in vars(layout):
+            object.__setattr__(layout, name, sizes)
+        torch.save({"w": tensor}, tmp_path / "x.pt")
+        assert_small(lambda: inspect(tmp_path / "x.pt"), "was refused|do not belong")

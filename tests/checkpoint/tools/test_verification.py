@@ -2,116 +2,87 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from fsdp_compat._layout.box import Box
-from fsdp_compat.checkpoint._blocks import FileFacts
-from fsdp_compat.checkpoint._tools import threads, verification
-from fsdp_compat.checkpoint._tools.archive import Archive, StoredPiece, of_memory
-from fsdp_compat.checkpoint._tools.verification import Problem, Verification
-from fsdp_compat.checkpoint.files import verify
-from tests.checkpoint.tools.archives import archive, opens
+from fsdp_compat.checkpoint.files import convert, verify
+from tests.checkpoint.tools.content import save_boxes
 from tests.support.checkpoints import flip
 
 NAN, INF = float("nan"), float("inf")
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Archive:
-    """Three tensors over two ranks, and a checksum of each file."""
-    made = archive(
-        tmp_path / "checkpoint",
-        {
-            "wide": torch.arange(1200.0).reshape(12, 100),
-            "half": torch.ones(7, 3, dtype=torch.bfloat16),
-            "count": torch.tensor(5),
-            "empty": torch.zeros(0, 4),
-        },
-    )
-    for file in made.path.iterdir():
-        content = file.read_bytes()
-        made.checksums[file] = FileFacts(len(content), (zlib.crc32(content),))
-    return made
+def native(tmp_path: Path) -> Path:
+    """Four tensors over two ranks, and a checksum of each file."""
+    tensors = {
+        "wide": torch.arange(1200.0).reshape(12, 100),
+        "half": torch.ones(7, 3, dtype=torch.bfloat16),
+        "count": torch.tensor(5),
+        "empty": torch.zeros(0, 4),
+    }
+    torch.save(tensors, tmp_path / "x.pt")
+    return convert(tmp_path / "x.pt", tmp_path / "native", to="native", world_size=2)
 
 
-def verified(monkeypatch: pytest.MonkeyPatch, made: Archive, **options: bool) -> Verification:
-    opens(monkeypatch, made)
-    monkeypatch.setattr(threads, "THREADS", 1)
-    result = verify(made.path, **options)
-    with monkeypatch.context() as few:
-        few.setattr(threads, "THREADS", 3)
-        few.setattr(verification, "AT_ONCE_NBYTES", 1024)
-        assert result == verify(made.path, **options)
+def problems_of(path: Path, **options: bool) -> list[tuple[str, str, str]]:
+    result = verify(path, **options)
+    assert result.is_intact == (not result.problems)
     json.dumps(result.as_json(), allow_nan=False)
-    return result
+    return [(problem.kind, problem.where, problem.what) for problem in result.problems]
 
 
-def with_pieces(made: Archive, name: str, *pieces: StoredPiece) -> None:
-    made.tensors[name] = dataclasses.replace(made.tensors[name], pieces=pieces)
-
-
-def test_an_intact_checkpoint_has_no_problem(
-    monkeypatch: pytest.MonkeyPatch, made: Archive
-) -> None:
-    result = verified(monkeypatch, made)
+def test_an_intact_checkpoint_has_no_problem(native: Path) -> None:
+    result = verify(native)
     assert result.problems == () and result.is_intact
-    assert result.num_checksums == 2
+    assert (result.num_checksums, result.num_without_checksum) == (2, 0)
     assert result.nbytes == 1200 * 4 + 21 * 2 + 8
     assert [(tensor.num_nan, tensor.num_inf) for tensor in result.tensors] == [(0, 0)] * 4
 
 
-def test_missing_and_overlapping_parts_are_seen(
-    monkeypatch: pytest.MonkeyPatch, made: Archive
-) -> None:
-    first, second = made.tensors["wide"].pieces
-    with_pieces(made, "wide", second)
-    result = verified(monkeypatch, made)
-    expected = Problem("coverage", "model/wide", "600 of 1200 elements are missing")
-    assert result.problems == (expected,)
-    assert result.tensors[0].num_nan is None, "what was not there was not read"
-    with_pieces(made, "wide", first, dataclasses.replace(second, box=Box((5, 0), (6, 100))))
-    (problem,) = verified(monkeypatch, made).problems
-    assert problem.kind == "coverage" and "[0:6, 0:100] and [5:11, 0:100] overlap" in problem.what
+def test_missing_and_overlapping_parts_are_seen(tmp_path: Path) -> None:
+    first, second = torch.ones(6, 100), torch.ones(6, 100)
+    ((kind, where, what),) = problems_of(
+        save_boxes(tmp_path / "missing", [("wide", (6, 0), second)])
+    )
+    assert (kind, where) == ("file", "missing")
+    assert "'wide', of shape [12, 100]: 600 of 1200 elements are missing" in what
+    parts = [("wide", (0, 0), first), ("wide", (5, 0), second)]
+    ((_, _, what),) = problems_of(save_boxes(tmp_path / "overlap", parts))
+    assert "[0:6, 0:100] and [5:11, 0:100] overlap" in what
 
 
-def test_one_changed_bit_is_seen_where_there_are_checksums(
-    monkeypatch: pytest.MonkeyPatch, made: Archive
-) -> None:
-    flip(made.path / "rank1", 700)
-    (problem,) = verified(monkeypatch, made).problems
-    assert (problem.kind, problem.where) == ("checksum", "rank1")
-    assert "block at byte 0" in problem.what
-    assert verified(monkeypatch, made, quick=True).problems == (), "values were not read"
-    made.checksums.clear()
-    assert verified(monkeypatch, made).is_intact, "without checksums nobody can tell"
+def test_values_are_not_read_on_demand(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(600)}, tmp_path / "x.pt")
+    flip(tmp_path / "x.pt", (tmp_path / "x.pt").read_bytes().index(b"\0\0\x80?" * 100) + 200)
+    assert [kind for kind, *_ in problems_of(tmp_path / "x.pt")] == ["checksum"]
+    assert problems_of(tmp_path / "x.pt", quick=True) == []
 
 
-def test_replicas_that_differ_are_seen(monkeypatch: pytest.MonkeyPatch, made: Archive) -> None:
-    wide = made.tensors["wide"]
-    same = torch.arange(600.0).reshape(6, 100)
+def test_replicas_that_differ_are_seen(tmp_path: Path) -> None:
+    same = torch.arange(600_000.0).reshape(6000, 100)
     other = same.clone()
-    other[2, 7:10] = -1.1  # in every byte
-    equal_nan = torch.tensor([NAN, -0.0])
-    box = wide.pieces[0].box
-    copies = StoredPiece(box, same, 2), StoredPiece(box, other, 3)
-    made.tensors["wide"] = dataclasses.replace(wide, copies=copies)
-    alike = of_memory("nan", equal_nan)
-    made.tensors["nan"] = dataclasses.replace(alike, copies=of_memory("", equal_nan.clone()).pieces)
-    (problem,) = verified(monkeypatch, made).problems
-    assert (problem.kind, problem.where) == ("copies", "model/wide")
-    assert problem.what.startswith("3 of 600 elements in the copy of rank 3 differ")
+    other[2000, 7:10] = -1.1
+    alike = torch.tensor([NAN, -0.0])
+    for rank, values in enumerate((same, same, other)):
+        torch.save({"wide": values, "nan": alike}, tmp_path / f"rank_{rank}.pt")
+    ((kind, where, what),) = problems_of(tmp_path)
+    assert (kind, where) == ("copies", "model/wide")
+    assert what.startswith("3 of 600000 elements in the copy of rank 2 differ")
 
 
-def test_what_was_left_out_is_a_remark(monkeypatch: pytest.MonkeyPatch, made: Archive) -> None:
-    made.left_out.append("rng: a pickle of numpy")
-    result = verified(monkeypatch, made)
-    assert result.is_intact and result.left_out == ("rng: a pickle of numpy",)
+def test_what_was_left_out_is_a_remark(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2), "meta": torch.empty(2, device="meta")}, tmp_path / "x.pt")
+    result = verify(tmp_path / "x.pt")
+    assert result.is_intact and not result.left_out
+    torch.save({"cpu": torch.zeros(5)}, tmp_path / "random_states_0.pkl")
+    (tmp_path / "x.pt").rename(tmp_path / "pytorch_model_fsdp.bin")
+    result = verify(tmp_path)
+    assert result.is_intact and result.left_out[0].startswith("random_states_0.pkl: ")
 
 
 @pytest.mark.parametrize(
@@ -130,12 +101,14 @@ def test_what_was_left_out_is_a_remark(monkeypatch: pytest.MonkeyPatch, made: Ar
     ],
 )
 def test_what_is_not_finite_is_counted_and_damage_only_on_demand(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, values: torch.Tensor, expected: tuple[int, int]
+    tmp_path: Path, values: torch.Tensor, expected: tuple[int, int]
 ) -> None:
-    made = archive(tmp_path / "checkpoint", {"fine": torch.ones(3), "odd": values})
-    result = verified(monkeypatch, made)
+    path: Any = tmp_path / "x.pt"
+    torch.save({"fine": torch.ones(3), "odd": values}, path)
+    result = verify(path)
     assert (result.tensors[1].num_nan, result.tensors[1].num_inf) == expected
     assert result.is_intact
-    problems = verified(monkeypatch, made, finite=True).problems
     what = f"{expected[0]} NaN, {expected[1]} infinite"
-    assert problems == ((Problem("not finite", "model/odd", what),) if any(expected) else ())
+    assert problems_of(path, finite=True) == (
+        [("not finite", "model/odd", what)] if any(expected) else []
+    )
