@@ -102,20 +102,22 @@ class FileTensor:
 def write_file(
     path: Path, tensors: Sequence[FileTensor], metadata: Mapping[str, str], tick: Tick
 ) -> FileFacts:
-    """Write a new safetensors file, durably, in one go. tick: called with bytes of tensors."""
+    """Write a new safetensors file, durably, in one go. tick: called with the bytes of
+    parts, without the zeros between them."""
     parts = {tensor.name: tensor.parts for tensor in tensors}
     described = [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
     header, infos = encode_header(described, metadata)
     writer = BlockWriter(path, no_tick)
     try:
         writer.write(memoryview(header))
-        writer.tick = tick
         for info in infos:
             position, size = 0, info.dtype.itemsize
             for part in sorted(parts[info.name], key=lambda part: part.start):
                 _write_zeros(writer, (part.start - position) * size)
+                writer.tick = tick
                 for values in part.chunks():
                     writer.write(memory_of(values))
+                writer.tick = no_tick
                 position = part.start + part.values.numel()
             _write_zeros(writer, (info.numel - position) * size)
         return writer.finish()

@@ -155,7 +155,7 @@ def test_no_bar_is_drawn_unless_stderr_is_a_terminal(model: Path, tmp_path: Path
     assert run("convert", model, tmp_path / "quiet").stderr == ""
     for arguments in (["inspect", model, "--stats"], ["verify", model], ["diff", model, model]):
         assert f"{arguments[0]}: 100% of " in run(*arguments, on_terminal=True).stderr
-    for number, to in enumerate(("safetensors", "torch", "dcp")):
+    for number, to in enumerate(("safetensors", "torch", "dcp", "native")):
         arguments = ["convert", model, tmp_path / f"target-{number}", "--to", to]
         assert f"target-{number}: 100% of " in run(*arguments, on_terminal=True).stderr
 
