@@ -191,6 +191,36 @@ def save_dcp(states: Any, path: Path, **options: Any) -> Path:
     return path
 
 
+def change_manifest(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the manifest of a checkpoint, and its checksum with it."""
+    content = json.loads((path / "manifest.json").read_text())["content"]
+    change(content)
+    (path / "manifest.json").write_text(manifest_of(json.dumps(content)))
+
+
+def manifest_of(content: str) -> str:
+    """Return the text of a manifest around any content, with the checksum that fits."""
+    return f'{{"content": {content},\n"crc32": "{zlib.crc32(content.encode()):08x}"}}\n'
+
+
+@contextlib.contextmanager
+def before_syncs(act: Callable[[Path], object]) -> Iterator[None]:
+    """Call ``act`` with the path of each file or folder before it is made durable."""
+    fsync = os.fsync
+
+    def acted(descriptor: int) -> None:
+        act(path_of(descriptor))
+        fsync(descriptor)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", acted)
+        yield
+
+
+def path_of(descriptor: int) -> Path:
+    return Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+
+
 class Forgery:
     """A checkpoint of one rank as JSON, to be changed anywhere and written again."""
 
@@ -214,12 +244,9 @@ class Forgery:
                 and isinstance(file.get("crc32"), str)
             ):
                 file.update(nbytes=len(content), crc32=f"{zlib.crc32(content):08x}")
-        text = json.dumps(self.manifest)
         path.mkdir(exist_ok=True)
         (path / "rank-00000.safetensors").write_bytes(content)
-        (path / "manifest.json").write_text(
-            f'{{"content": {text},\n"crc32": "{zlib.crc32(text.encode()):08x}"}}\n'
-        )
+        (path / "manifest.json").write_text(manifest_of(json.dumps(self.manifest)))
 
 
 # -- errors
