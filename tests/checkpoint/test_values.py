@@ -207,7 +207,7 @@ EXAMPLES: dict[str, Any] = {
 def test_every_value_comes_back_with_its_type_and_its_order(tmp_path: Path) -> None:
     saved = Saved(tmp_path)
 
-    @settings(max_examples=25)
+    @settings(max_examples=25, deadline=None)
     @example(some=[*EXAMPLES.values()])
     @given(some=st.lists(values, max_size=5))  # a save takes longer than a value
     def check(some: list[Any]) -> None:

@@ -16,7 +16,9 @@ import copy
 import functools
 import json
 import os
+import resource
 import shutil
+import signal
 import tempfile
 import warnings
 import zlib
@@ -217,6 +219,19 @@ def before_syncs(act: Callable[[Path], object]) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def no_more_than(nbytes: int) -> Iterator[None]:
+    """Files may not become longer: what a full disk looks like, to this process alone."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
 def path_of(descriptor: int) -> Path:
     return Path(os.readlink(f"/proc/self/fd/{descriptor}"))
 
@@ -286,6 +301,29 @@ def sharded(front_end: str, model: nn.Module, **options: Any) -> nn.Module:
     return fsdp_compat.FullyShardedDataParallel(
         model, use_orig_params=front_end == "flat original", **options
     )
+
+
+def toy(
+    front_end: str = "flat", num_steps: int = 1, seed: int = 7
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a sharded `Toy` and its optimizer after some steps."""
+    torch.manual_seed(seed)
+    if front_end == "rows":
+        model = ours_fully_shard(Toy())
+    else:
+        model = ours_fsdp1(Toy(), use_orig_params=front_end == "flat original")
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.125)
+    for _ in range(num_steps):
+        take_step(optimizer)
+    return model, optimizer
+
+
+def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return a copy of what this rank has of a model and an optimizer."""
+    parameters = list(model.parameters())
+    states = (sorted(optimizer.state.get(each, {}).items()) for each in parameters if each.numel())
+    values = (*parameters, *model.buffers(), *(value for state in states for _, value in state))
+    return [value.detach().clone() for value in values]
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
