@@ -220,6 +220,21 @@ def before_syncs(act: Callable[[Path], object]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def before_writes(act: Callable[[], object]) -> Iterator[None]:
+    """Call ``act`` before bytes are written to a file of a checkpoint."""
+    write = os.write
+
+    def acted(descriptor: int, data: Any) -> int:
+        if path_of(descriptor).suffix == ".safetensors":
+            act()
+        return write(descriptor, data)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "write", acted)
+        yield
+
+
+@contextlib.contextmanager
 def no_more_than(nbytes: int) -> Iterator[None]:
     """Files may not become longer: what a full disk looks like, to this process alone."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
