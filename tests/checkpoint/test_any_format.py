@@ -411,19 +411,6 @@ def test_what_modules_load_in_their_own_way_has_the_size_that_was_saved(tmp_path
     run_ranks(2, _own_ways, tmp_path)
 
 
-class Fixed(nn.Linear):
-    def __init__(self, size: int) -> None:
-        super().__init__(3, 3)
-        self.register_buffer("queue", torch.empty(size))
-
-
-@on_ranks(1)
-def test_a_plain_buffer_has_to_have_the_size_of_the_model(tmp_path: Path) -> None:
-    path = checkpoint.save(tmp_path, sharded("rows", Fixed(4)), step=1)
-    with refused(CheckpointError, r"queue: shape [4] in the checkpoint, [0] in the model"):
-        checkpoint.load(path, sharded("rows", Fixed(0)))
-
-
 def _opened(path: Path) -> int:
     """Return how many files of ranks a load opens."""
     model, opened = sharded("flat", layers()), []

@@ -3,7 +3,6 @@ up, and what they leave."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import fractions
@@ -25,7 +24,13 @@ from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import checkpoint
 from fsdp_compat.checkpoint import latest
 from fsdp_compat.errors import CheckpointError, FsdpCompatError, StateError, UsageError
-from tests.support.checkpoints import before_syncs, change_manifest, path_of, refused
+from tests.support.checkpoints import (
+    before_syncs,
+    change_manifest,
+    open_files,
+    path_of,
+    refused,
+)
 from tests.support.ranks import on_ranks
 
 IDENTITY = "0123456789abcdef" * 2
@@ -50,15 +55,11 @@ def _fail(error: BaseException, where: Callable[[Path], bool]) -> Callable[[Path
 def _owner(folder: Path) -> str:
     """Return the name of the file in a hidden directory whose owner is on this machine."""
     found: set[str] = set()
-    with before_syncs(lambda _: found.update(each.name for each in folder.rglob(".owner-*"))):
-        checkpoint.files.convert(_weights(folder), folder / "new.pt")
-    (folder / "new.pt").unlink()
-    return found.pop()
-
-
-def _weights(folder: Path) -> Path:
+    folder.mkdir()
     torch.save({"w": torch.ones(1)}, folder / "weights.pt")
-    return folder / "weights.pt"
+    with before_syncs(lambda _: found.update(each.name for each in folder.rglob(".owner-*"))):
+        checkpoint.files.convert(folder / "weights.pt", folder / "new.pt")
+    return found.pop()
 
 
 @on_ranks(1)
@@ -99,9 +100,10 @@ def test_only_directories_with_a_manifest_of_their_step_are_loaded_or_removed(
 def test_the_next_save_removes_leftovers_of_killed_saves_and_no_directory_of_a_living_one(
     tmp_path: Path,
 ) -> None:
-    root, model = tmp_path, _model()
-    here, other, old = _owner(tmp_path.parent), ".owner-elsewhere", time.time() - 2 * 86400
-    living: list[int] = []
+    root, model = tmp_path / "run", _model()
+    root.mkdir(exist_ok=True)
+    here, other = _owner(tmp_path / f"{dist.get_rank()}"), ".owner-elsewhere"
+    old, living = time.time() - 2 * 86400, list[int]()
     first = dist.get_rank() == 0
 
     def left(step: int, owner: str | None, *, age: float | None = None, lives: bool = False) -> str:
@@ -326,21 +328,6 @@ def test_damaged_manifests_are_skipped_with_one_sentence_unless_all_are(tmp_path
 
 
 @on_ranks(1)
-def test_errors_of_resume_name_the_call_that_has_the_arguments(tmp_path: Path) -> None:
-    model = _model()
-    checkpoint.save(tmp_path / "run", model, step=1)
-    torch.save({"w": fractions.Fraction(1, 2)}, tmp_path / "x.pt")
-    optimizer = torch.optim.Adam(model.parameters())
-    for name, other, optim in (
-        ("run", _model(4), None),
-        ("run", model, optimizer),
-        ("x.pt", model, None),
-    ):
-        with refused(CheckpointError, "checkpoint.load(path, ...)"):
-            checkpoint.resume(tmp_path / name, other, optim, default=0)
-
-
-@on_ranks(1)
 def test_a_path_that_is_no_checkpoint_is_told_what_to_pass(tmp_path: Path) -> None:
     root, model = tmp_path, _model()
 
@@ -355,6 +342,14 @@ def test_a_path_that_is_no_checkpoint_is_told_what_to_pass(tmp_path: Path) -> No
     ):
         with refused(FsdpCompatError, *texts):
             checkpoint.load(path, model)
+    checkpoint.save(root / "run", model, step=1)
+    torch.save({"w": fractions.Fraction(1, 2)}, root / "x.pt")
+    optimizer = torch.optim.Adam(model.parameters())
+    for path, other in ((root / "run", (_model(4),)), (root / "run", (model, optimizer))):
+        with refused(CheckpointError, "checkpoint.load(path, ...)"):  # which has the arguments
+            checkpoint.resume(path, *other, default=0)
+    with refused(CheckpointError, "checkpoint.load(path, ...)"):
+        checkpoint.resume(root / "x.pt", model, default=0)
     for call in (latest, partial(latest, model=model), checkpoint.files.inspect):
         with refused(UsageError, "without NUL characters"):
             call("a\0b")
@@ -399,10 +394,9 @@ def test_a_save_ends_well_or_with_a_checkpoint_error(tmp_path: Path) -> None:
 
     def close_the_owners_file(path: Path) -> None:
         """As something else in the process, such as os.closerange, may do."""
-        for descriptor in map(int, os.listdir("/proc/self/fd")):
-            with contextlib.suppress(FileNotFoundError):
-                if ".owner-" in path_of(descriptor).name and not owned:
-                    owned.append(os.close(descriptor))
+        for descriptor in () if owned else open_files(root):
+            if ".owner-" in path_of(descriptor).name:
+                owned.append(os.close(descriptor))
 
     with before_syncs(close_the_owners_file):
         path = checkpoint.save(root, model, step=1)

@@ -322,19 +322,10 @@ INVALID = "The index cannot be read"
 WRONG_INDICES: dict[str, tuple[bytes, str]] = {
     "no file": (_index(a_bias="other.safetensors"), "other.safetensors"),
     "lost": (_index(c_bias="model.safetensors"), "'c.bias' in model.safetensors"),
-    "odd map": (_index(a_bias=["model.safetensors"]), INVALID),
     "elsewhere": (_index(a_bias="../good/model.safetensors"), INVALID),
     "no weight_map": (b"{}", INVALID),
     "a NUL": (b'{"weight_map": {"a": "a\\u0000.safetensors"}}', INVALID),
-    "a list": (b"[]", INVALID),
-    "deep": (b'{"weight_map":' + b"[" * 100_000 + b"]" * 100_000 + b"}", INVALID),
-    "UTF-16": ('{"weight_map": {}}'.encode("utf-16"), INVALID),
     "name twice": (b'{"weight_map": {"a": "a.safetensors", "a": "b.safetensors"}}', INVALID),
-}
-WRONG_FILES: dict[str, Callable[[bytes], bytes]] = {
-    "a byte at the end": lambda content: content + b"x",
-    "truncated": lambda content: content[:-1],
-    "pickled": lambda content: b"\x80\x04" + content,
 }
 
 
@@ -351,17 +342,17 @@ def _wrong_files(folder: Path) -> None:
     for name, tensors in files.items():
         (folder / name).mkdir()
         save_file(tensors, folder / name / "model.safetensors")
-    for name in ("stray", "twice", *WRONG_INDICES, *WRONG_FILES):
+    for name in ("stray", "twice", "truncated", *WRONG_INDICES):
         shutil.copytree(folder / "good", folder / name)
     for name, (text, _) in WRONG_INDICES.items():
         (folder / name / INDEX).write_bytes(text)
-    whole = (folder / "good" / "model.safetensors").read_bytes()
-    for name, change in WRONG_FILES.items():
-        (folder / name / "model.safetensors").write_bytes(change(whole))
+    file = folder / "truncated" / "model.safetensors"
+    os.truncate(file, file.stat().st_size - 1)
     fifos = {"FIFO": "model", "FIFO in a directory": "other", "index FIFO": INDEX}
-    for name, file in fifos.items():
+    for name, file_name in fifos.items():
         (folder / name).mkdir()
-        os.mkfifo((folder / name / file).with_suffix(".json" if file == INDEX else ".safetensors"))
+        suffix = ".json" if file_name == INDEX else ".safetensors"
+        os.mkfifo((folder / name / file_name).with_suffix(suffix))
     save_file({"a.bias": torch.zeros(2)}, folder / "twice" / "second.safetensors")
     save_file({"c.bias": torch.zeros(2)}, folder / "stray" / "second.safetensors")
     (folder / "empty").mkdir()
@@ -385,7 +376,7 @@ def test_an_invalid_load_is_refused_on_all_ranks_and_changes_nothing(tmp_path: P
         "shape": "b.weight: shape [4] in the checkpoint, [2, 2] in the model",
         "buffer shape": "count: shape [4] in the checkpoint, [3] in the model",
         "no buffer": "missing: count",
-        **dict.fromkeys(WRONG_FILES, "is not a safetensors file, or not a complete one"),
+        "truncated": "is not a safetensors file, or not a complete one",
         **{name: said for name, (_, said) in WRONG_INDICES.items()},
         "FIFO/model.safetensors": "No checkpoint was recognised",
         "FIFO in a directory": "is not a regular file",
@@ -413,10 +404,7 @@ def test_an_invalid_load_is_refused_on_all_ranks_and_changes_nothing(tmp_path: P
     by_rank = {
         "one rank's path": ("nowhere", load(_by_rank(good, tmp_path / "nowhere"))),
         "other dtypes": ("all ranks", load(good, replicas, dtype=_by_rank(None, half))),
-        "other weights": (
-            "b.weight: shape [4]",
-            load(_by_rank(good, tmp_path / "shape"), replicas),
-        ),
+        "other weights": ("shape [4]", load(_by_rank(good, tmp_path / "shape"), replicas)),
     }
     assert_refused({n: (CheckpointError, said, load(tmp_path / n)) for n, said in by_path.items()})
     assert_refused({name: (UsageError, *case) for name, case in by_argument.items()})

@@ -251,6 +251,16 @@ def path_of(descriptor: int) -> Path:
     return Path(os.readlink(f"/proc/self/fd/{descriptor}"))
 
 
+def open_files(folder: Path) -> list[int]:
+    """Return this process's descriptors of files and directories inside of a folder."""
+    found = []
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(FileNotFoundError):  # the one that lists them
+            if folder in path_of(descriptor).parents:
+                found.append(descriptor)
+    return found
+
+
 class Forgery:
     """A checkpoint of one rank as JSON, to be changed anywhere and written again."""
 
