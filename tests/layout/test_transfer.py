@@ -55,15 +55,16 @@ def test_runs_of_part_is_fast_with_a_billion_ranks() -> None:
 
 @st.composite
 def one_parameter_laid_out_twice(draw: st.DrawFn) -> tuple[FlatLayout, FlatLayout]:
-    """The same parameter in two similar layouts; small numbers, so that many pairs have equal
+    """A parameter in two similar layouts; small numbers, so that many pairs have equal
     parts."""
     numel, ranks = draw(st.integers(0, 12)), draw(st.integers(1, 5))
 
     def layout() -> FlatLayout:
         start, size = draw(st.integers(0, 4)), draw(st.integers(1, 6))
         its_ranks = draw(st.sampled_from([ranks, ranks, ranks, ranks + 1]))
-        size = max(size, -(-(start + numel) // its_ranks))
-        return FlatLayout((ParamSpec("p", (numel,), start),), its_ranks, size)
+        its_numel = draw(st.sampled_from([numel, numel, numel, numel + 1]))
+        size = max(size, -(-(start + its_numel) // its_ranks))
+        return FlatLayout((ParamSpec("p", (its_numel,), start),), its_ranks, size)
 
     return layout(), layout()
 
