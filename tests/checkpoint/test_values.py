@@ -346,22 +346,22 @@ def test_an_invalid_text_is_a_checkpoint_error_and_runs_and_imports_nothing(tmp_
     """A module may import others when an attribute of it is asked for; torch does."""
     module = types.ModuleType("importing")
     module.__getattr__ = lambda name: pytest.fail(f"asked for {name}")  # type: ignore[method-assign]
-    sys.modules["importing"] = module
     saved = Saved(tmp_path)
     good = saved.save(torch.ones(1))
-    before = set(sys.modules)
-    ran.clear()
-    for content in invalid_contents():
-        with about(content), pytest.raises(CheckpointError):
-            saved.forged(good, lambda tensor, its=content: [{"around": its}])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "importing", module)
+        before = set(sys.modules)
+        ran.clear()
+        for content in invalid_contents():
+            with about(content), pytest.raises(CheckpointError):
+                saved.forged(good, lambda tensor, its=content: [{"around": its}])
+        assert not ran
+        assert set(sys.modules) == before
     for tag in ("@dict", "@ordered", "@counter", "@set", "@frozenset"):
         with pytest.raises(CheckpointError, match="cannot be a key"):
             saved.forged(good, lambda it, tag=tag: {tag: [it] if "set" in tag else [[it, 1]]})
     with refused(CheckpointError, "'@object', which this version", "load an older", "extra['a']"):
         saved.forged(good, lambda _: {"a": {"@object": ["elsewhere:Thing", {}]}})
-    assert not ran
-    assert set(sys.modules) == before
-    del sys.modules["importing"]
 
 
 def invalid_contents() -> Iterator[dict[str, Any]]:
