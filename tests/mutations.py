@@ -133,7 +133,7 @@ BREAKS = (
         "a run that starts anew although its checkpoint is damaged",
         "            read_manifest(step)  # raises",
         "            pass  # raises",
-        "tests/checkpoint/test_directory.py -k all_damaged",
+        "tests/checkpoint/test_directory.py -k unless_all_are",
     ),
     Break(
         "parameters without gradients stepped whole",

@@ -55,7 +55,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as torch_fsdp
-from contenders import FSDP1, FSDP2, ORIGINAL, OURS, PLAIN, Contender, Wrapping, build
+from contenders import FSDP1, FSDP2, OURS, PLAIN, Contender, Wrapping, build
 from measuring import Table, Timings, first_rank_alone, gloo_ranks, highest, options, say
 from pages import drop_pages, make_durable, memory_nbytes, restart_peak
 from step import Block, Transformer, loss_of
@@ -108,7 +108,6 @@ def main() -> int:
     )
     add = parser.add_argument
     add("--parameters", type=int, default=200_000_000, help="about; the next shape is taken")
-    add("--original-parameters", action="store_true", help="ours, FSDP1: use_orig_params=True")
     add("--folder", type=Path, help="on the disk to measure; what is made in it is removed")
     arguments = parser.parse_args()
     if arguments.parameters < WARM_UP_PARAMETERS:
@@ -122,14 +121,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure and print; return how many limits are not met. Collective."""
     folder = made_by_first_rank(arguments.folder)
     try:
-        measure(enter(WARM_UP_PARAMETERS, arguments.original_parameters), 1, folder)
-        entrants = enter(arguments.parameters, arguments.original_parameters)
+        measure(enter(WARM_UP_PARAMETERS), 1, folder)
+        entrants = enter(arguments.parameters)
         own_nbytes = highest(next(nbytes_of(each.held()) for each in entrants if each.name == OURS))
         ranks = dist.get_world_size()
         say(
             f"{own_nbytes * ranks / 12e6:.1f}M parameters with AdamW, {own_nbytes / 1e6:.0f} MB on "
-            f"each of {ranks} ranks, use_orig_params={arguments.original_parameters}, "
-            f"{arguments.rounds} rounds"
+            f"each of {ranks} ranks, {arguments.rounds} rounds"
         )
         results = measure(entrants, arguments.rounds, folder)
     finally:
@@ -149,15 +147,12 @@ def made_by_first_rank(parent: Path | None) -> Path:
 # -- the contenders
 
 
-def enter(num_parameters: int, use_orig_params: bool) -> list[Entrant]:
+def enter(num_parameters: int) -> list[Entrant]:
     """Return the contenders on models of about so many parameters, each trained for a step.
     Collective."""
     torch.manual_seed(0)  # the same parameters on all ranks
-    suffix = ORIGINAL if use_orig_params else ""
-    names = (OURS + suffix, FSDP1 + suffix, FSDP2)
-    contenders = build(make_model(num_parameters), Wrapping((Block,)), names)
-    kept = {each.name.removesuffix(suffix): each for each in contenders}
-    trained = {name: train(contender) for name, contender in kept.items()}
+    contenders = build(make_model(num_parameters), Wrapping((Block,)), (OURS, FSDP1, FSDP2))
+    trained = {contender.name: train(contender) for contender in contenders}
     held = {name: functools.partial(values_of, of_one[1]) for name, of_one in trained.items()}
     plain = PlainFiles(int(highest(nbytes_of(held[OURS]()))))
     of_fsdp1 = dcp_calls(*trained[FSDP1]) | dict_calls(torch_fsdp, False, *trained[FSDP1])

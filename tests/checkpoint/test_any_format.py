@@ -18,21 +18,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 from torch.ao.quantization.observer import PerChannelMinMaxObserver
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import StateDictType, checkpoint
-from fsdp_compat._layout.box import Box
-from fsdp_compat.checkpoint._tools.archive import Archive, Span, of_memory
-from fsdp_compat.checkpoint._tools.native import NativeCheckpoint, write_native
-from fsdp_compat.checkpoint._tools.reader import Files
-from fsdp_compat.checkpoint._tools.recognition import open_archive
-from fsdp_compat.checkpoint._tools.writers import WriteOptions
 from fsdp_compat.errors import CheckpointError
 from tests.checkpoint.corpus.content import take_step
 from tests.support.cases import about
@@ -45,9 +37,10 @@ from tests.support.checkpoints import (
     sharded,
     state_of,
 )
-from tests.support.odd_model import assert_same
+from tests.support.odd_model import assert_same, state_by_name
 from tests.support.ranks import on_ranks, run_ranks
 
+FRONT_ENDS = ("flat", "flat original", "rows")
 SIZE, LAYERS = 256, 6
 
 
@@ -86,57 +79,110 @@ def _bytes_read(folder: Path) -> dict[str, tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
 def test_a_rank_reads_its_own_part_and_its_share_of_the_records_with_checksums(
-    tmp_path: Path, ranks: int
+    tmp_path: Path,
 ) -> None:
-    model = layers()
-    optimizer = trained(model)
-    names = [name for name, _ in model.named_parameters()]
-    states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    torch.save(states, tmp_path / "numbers.pt")
-    given = {"optimizer_names": names, "exclude": []}
-    checkpoint.files.convert(tmp_path / "numbers.pt", tmp_path / "whole.pt", **given)
-    checkpoint.files.convert(tmp_path / "numbers.pt", tmp_path / "dcp", to="dcp", **given)
-    checkpoint.files.convert(tmp_path / "numbers.pt", tmp_path / "weights", weights=True)
+    torch.save(states_of(layers()), tmp_path / "whole.pt")
+    checkpoint.files.convert(tmp_path / "whole.pt", tmp_path / "dcp", to="dcp")
+    checkpoint.files.convert(tmp_path / "whole.pt", tmp_path / "weights", weights=True)
     record = SIZE * SIZE * 4
     total = 3 * LAYERS * record
-    for by_case in run_ranks(ranks, _bytes_read, tmp_path):
-        for case, (read, own) in by_case.items():
-            share = 0 if "weights" in case else total / ranks + record
-            assert own * 0.99 <= read <= own + share + 4096, case
+    for ranks in (1, 3):
+        for by_case in run_ranks(ranks, _bytes_read, tmp_path):
+            for case, (read, own) in by_case.items():
+                share = 0 if "weights" in case else total / ranks + record
+                assert own * 0.99 <= read <= own + share + 4096, case
 
 
-def _numbered(folder: Path) -> None:
-    for front_end, name in (("flat", "numbers"), ("rows", "numbers"), ("rows", "backwards")):
-        model = sharded(front_end, layers())
-        optimizer = trained(model, torch.optim.SGD, name == "backwards")
-        assert checkpoint.load(folder / f"{name}.pt", model, optimizer).extra == {"epoch": 3}
-        found = state_of(model, optimizer)
-        for number in range(LAYERS):
-            assert torch.all(found[f"state.{number}.weight.exp_avg"] == 0.1 * (1.0 + number))
+def states_of(model: nn.Module) -> dict[str, Any]:
+    """Return the model and its optimizer after a step, by name."""
+    optimizer = state_by_name(model, trained(model))
+    return {"model": model.state_dict(), "optimizer": optimizer}
+
+
+def _write_under_names(folder: Path) -> None:
+    """Write files whose optimizer has numbers, or other names than the model."""
+    model, ddp = layers(), nn.Sequential()
+    ddp.add_module("module", model)
+    numbered = trained(model).state_dict()
+    (group,) = numbered["param_groups"]
+    states = {"model": model.state_dict(), "optimizer": numbered, "epoch": 3}
+    torch.save(states, folder / "numbers.pt")
+    backwards = trained(layers(), backwards=True).state_dict()
+    torch.save({**states, "optimizer": backwards}, folder / "backwards.pt")
+    halves = [{**group, "params": group["params"][part]} for part in (slice(2), slice(2, None))]
+    torch.save({**states, "optimizer": {**numbered, "param_groups": halves}}, folder / "groups.pt")
+    fewer = {number: numbered["state"][number] for number in range(LAYERS - 1)}
+    groups = [{**group, "params": group["params"][:-1]}]
+    torch.save(
+        {**states, "optimizer": {"state": fewer, "param_groups": groups}}, folder / "fewer.pt"
+    )
+
+    def write(name: str, weights: Any, names: list[str], by_name: bool) -> None:
+        groups = [{**group, "params": names} if by_name else {**group, "param_names": names}]
+        state = {names[n] if by_name else n: its for n, its in numbered["state"].items()}
+        if name.startswith("without"):
+            del state[names[-1]]
+            groups[0]["params"] = names[:-1] if "setting" in name else names
+        optimizer = {"state": state, "param_groups": groups}
+        torch.save({"model": weights.state_dict(), "optimizer": optimizer}, folder / f"{name}.pt")
+        checkpoint.files.convert(folder / f"{name}.pt", folder / name, to="native", world_size=3)
+
+    under_ddp = [name for name, _ in ddp.named_parameters()]
+    write("numbers of ddp", model, under_ddp, False)
+    write("names of ddp", model, under_ddp, True)
+    write("model of ddp", ddp, [*model.state_dict()], True)
+    write("prefix", model, [f"net.{name}" for name in model.state_dict()], True)
+    for name in ("without the last state", "without the last state and setting"):
+        write(name, model, [*model.state_dict()], True)
+
+
+NAMED = [f"{form} of ddp{file}" for form in ("numbers", "names", "model") for file in ("", ".pt")]
+
+
+def _load_under_names(folder: Path) -> None:
+    for front_end in FRONT_ENDS:
+        names = [*NAMED, "prefix", "prefix.pt", "numbers.pt"]
+        for name in [*names, "backwards.pt"] if front_end == "rows" else names:
+            with about(f"{name} into {front_end}"):
+                model = sharded(front_end, layers())
+                params = [*model.parameters()][:: -1 if "backwards" in name else 1]
+                optimizer = torch.optim.Adam(params)
+                load = partial(checkpoint.load, folder / name, model, optimizer)
+                if "prefix" in name:
+                    with refused(CheckpointError, "net.0.weight"):
+                        load()
+                    assert not optimizer.state
+                    with pytest.warns(UserWarning, match="net.0.weight"):
+                        load(strict=False)
+                    load(rename=lambda name: name.removeprefix("net."))
+                else:
+                    assert load().extra == ({"epoch": 3} if "of ddp" not in name else None)
+                assert optimizer.param_groups[0]["lr"] == 0.5
+                found = state_of(model, optimizer)
+                for number in range(LAYERS):
+                    moment = found[f"state.{number}.weight.exp_avg"]
+                    assert torch.all(moment == 0.1 * (1.0 + number))
         for file in ("fewer.pt", "groups.pt"):
             with refused(CheckpointError, "is numbered, and does not fit"):
                 checkpoint.load(folder / file, model, optimizer)
+        for name, why in (("state", "was not saved"), ("state and setting", "only the new")):
+            model = sharded(front_end, layers())
+            file = folder / f"without the last {name}.pt"
+            warned = pytest.warns(UserWarning, match=f"{LAYERS - 1}.weight, which {why}")
+            with warned if dist.get_rank() == 0 else contextlib.nullcontext():
+                checkpoint.load(file, model, torch.optim.Adam(model.parameters()))
 
 
-def test_numbered_state_goes_to_the_parameters_in_the_order_of_the_optimizer(
+def test_optimizer_state_is_found_by_numbers_and_names_of_ddp_and_refused_under_others(
     tmp_path: Path,
 ) -> None:
-    model = layers()
-    optimizer = trained(model)
-    states = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}
-    torch.save(states, tmp_path / "numbers.pt")
-    backwards = trained(layers(), backwards=True).state_dict()
-    torch.save({**states, "optimizer": backwards}, tmp_path / "backwards.pt")
-    (group,) = states["optimizer"]["param_groups"]
-    halves = [{**group, "params": group["params"][part]} for part in (slice(2), slice(2, None))]
-    two = {**states["optimizer"], "param_groups": halves}
-    torch.save({**states, "optimizer": two}, tmp_path / "groups.pt")
-    states["optimizer"]["param_groups"][0]["params"].pop()
-    del states["optimizer"]["state"][LAYERS - 1]
-    torch.save(states, tmp_path / "fewer.pt")
-    run_ranks(2, _numbered, tmp_path)
+    _write_under_names(tmp_path)
+    for name, is_intact in (("names of ddp", True), ("prefix", False), ("prefix.pt", False)):
+        found = checkpoint.files.verify(tmp_path / name)
+        assert found.is_intact is is_intact
+        assert {each.kind for each in found.problems} == (set() if is_intact else {"optimizer"})
+    run_ranks(2, _load_under_names, tmp_path)
 
 
 def _refused(folder: Path) -> None:
@@ -166,16 +212,9 @@ def _refused(folder: Path) -> None:
 def test_what_does_not_fit_or_is_damaged_is_refused_on_all_ranks_before_anything_changes(
     tmp_path: Path,
 ) -> None:
-    model = layers()
-    optimizer = trained(model)
-    names = [name for name, _ in model.named_parameters()]
-    state = optimizer.state_dict()
-    by_name = {
-        "state": {names[number]: entry for number, entry in state["state"].items()},
-        "param_groups": [{**state["param_groups"][0], "params": names}],
-    }
-    values = model.state_dict()
-    good = {"model": {name: value + 1 for name, value in values.items()}, "optimizer": by_name}
+    states = states_of(layers())
+    values, by_name = states["model"], states["optimizer"]
+    good = {**states, "model": {name: value + 1 for name, value in values.items()}}
     torch.save(good, tmp_path / "damaged.pt")
     flip(tmp_path / "damaged.pt", (tmp_path / "damaged.pt").stat().st_size // 2)
     fewer = {**good["model"], "more": torch.ones(SIZE, SIZE)}
@@ -200,10 +239,8 @@ def _save_all(folder: Path, number: float = 1.0, epoch: int = 3, momentum: float
     with torch.no_grad():
         [each.mul_(number) for each in [*model.parameters()][1:]]
         optimizer.state[model[2].weight]["exp_avg"] += momentum
-    state = optimizer.state_dict()
-    names = [name for name, _ in model.named_parameters()]
-    state["state"] = {names[number]: entry for number, entry in state["state"].items()}
-    state["param_groups"][0] |= {"params": names, "lr": torch.tensor(0.5)}
+    state = state_by_name(model, optimizer)
+    state["param_groups"][0]["lr"] = torch.tensor(0.5)
     folder.mkdir()
     values = {"model": model.state_dict(), "optimizer": state, "epoch": epoch}
     torch.save(values, folder / "whole.pt")
@@ -219,16 +256,17 @@ def _damaged_copy(folder: Path) -> None:
     for name in FORMATS[:2]:
         path = folder / str(rank) / name
         file = path if path.is_file() else path / "__0_0.distcp"
+        states = torch.load(folder / str(rank) / "whole.pt")
+        moments = {n: each["exp_avg_sq"] for n, each in states["optimizer"]["state"].items()}
         places = [
-            (name_of.partition("/")[0], piece.source.start + each.nbytes - 1)
-            for name_of, each in open_archive(path).all_tensors()
-            for piece in each.pieces
-            if isinstance(piece.source, Span)
+            (kind, file.read_bytes().index(values[f"{number}.weight"].numpy().tobytes()))
+            for kind, values in (("model", states["model"]), ("optimizer", moments))
+            for number in (0, 2, LAYERS - 1)
         ]
         model = sharded("rows", layers())
         optimizer = trained(model)
         before = state_of(model, optimizer)
-        for (kind, place), bad in itertools.product(places[:: 1 + len(places) // 8], (0, 1)):
+        for (kind, place), bad in itertools.product(places, (0, 1)):
             dist.barrier()
             flip(file, place) if rank == bad else None
             dist.barrier()
@@ -339,7 +377,7 @@ class Recorder(nn.Linear):
 
 def _own_ways(folder: Path) -> None:
     for front_end, Recorder.kind in itertools.product(
-        ("flat", "flat original", "rows"), ("tensor", "file", "dict", "list", "nothing")
+        FRONT_ENDS, ("tensor", "file", "dict", "list", "nothing")
     ):
         path = folder / front_end / Recorder.kind
         with about(f"{front_end}, {Recorder.kind}"):
@@ -373,128 +411,25 @@ def test_what_modules_load_in_their_own_way_has_the_size_that_was_saved(tmp_path
     run_ranks(2, _own_ways, tmp_path)
 
 
-class Fixed(nn.Linear):
-    def __init__(self, size: int) -> None:
-        super().__init__(3, 3)
-        self.register_buffer("queue", torch.empty(size))
+def _opened(path: Path) -> int:
+    """Return how many files of ranks a load opens."""
+    model, opened = sharded("flat", layers()), []
+    original = os.open
+
+    def noted(path: Any, *args: Any, **keywords: Any) -> int:
+        opened.append(str(path))
+        return original(path, *args, **keywords)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "open", noted)
+        checkpoint.load(path, model)
+    return len({each for each in opened if "rank-" in each})
 
 
-@on_ranks(1)
-def test_a_plain_buffer_has_to_have_the_size_of_the_model(tmp_path: Path) -> None:
-    path = checkpoint.save(tmp_path, sharded("rows", Fixed(4)), step=1)
-    with refused(CheckpointError, r"queue: shape [4] in the checkpoint, [0] in the model"):
-        checkpoint.load(path, sharded("rows", Fixed(0)))
-
-
-@on_ranks(4)
-def test_dtensors_beside_units_are_saved_whole_and_loaded(tmp_path: Path) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-
-    def build(front_end: str, seed: int) -> nn.Module:
-        torch.manual_seed(seed)
-        model = nn.ModuleDict({"a": nn.Linear(4, 5), "b": nn.Linear(5, 4)})
-        parallelize_module(model["a"], mesh["tp"], ColwiseParallel())
-        model["b"] = sharded(front_end, model["b"])
-        return model
-
-    torch.manual_seed(0)
-    whole = nn.ModuleDict({"a": nn.Linear(4, 5), "b": nn.Linear(5, 4)}).state_dict()
-    if dist.get_rank() == 0:
-        torch.save(whole, tmp_path / "whole.pt")
-    for front_end in ("flat", "flat original", "rows"):
-        with about(front_end):
-            path = tmp_path / front_end
-            checkpoint.save_safetensors(path, build(front_end, 0))
-            dist.barrier()
-            assert_same(load_file(path / "model.safetensors"), whole, front_end)
-            for each in (path, tmp_path / "whole.pt"):
-                model = build(front_end, 1)
-                checkpoint.load(each, model)
-                found = dict(checkpoint.iter_full_state_dict(model))
-                full = {n: getattr(v, "full_tensor", lambda v=v: v)() for n, v in found.items()}
-                assert_same(full, dict(whole), front_end)
-
-
-def test_a_part_of_a_tensor_of_very_many_ranks_asks_for_few_pieces_and_heads(
-    tmp_path: Path,
-) -> None:
-    tensors = {f"{n}.weight": of_memory(f"{n}.weight", torch.ones(1000, 3)) for n in range(20)}
-    with Files() as files:
-        archive = Archive(tmp_path, "by hand", tensors)
-        write_native(archive, tmp_path / "native", WriteOptions(500), files)
-    found = NativeCheckpoint(tmp_path / "native")
-    stored = found.outline().tensors["7.weight"]
-    pieces = list(stored.pieces_in(Box((500, 0), (2, 3))))
-    assert sum(piece.box.numel for piece in pieces) == 6
-    assert len(pieces) <= 4
-    assert len(found._heads) <= 4
-
-
-def _write_under_names(folder: Path) -> None:
-    """Write files whose optimizer has other names than the model."""
-    model, ddp = layers(), nn.Sequential()
-    ddp.add_module("module", model)
-    numbered = trained(model).state_dict()
-    (group,) = numbered["param_groups"]
-
-    def write(name: str, weights: Any, names: list[str], by_name: bool) -> None:
-        groups = [{**group, "params": names} if by_name else {**group, "param_names": names}]
-        state = {names[n] if by_name else n: its for n, its in numbered["state"].items()}
-        if name.startswith("without"):
-            del state[names[-1]]
-            groups[0]["params"] = names[:-1] if "setting" in name else names
-        optimizer = {"state": state, "param_groups": groups}
-        torch.save({"model": weights.state_dict(), "optimizer": optimizer}, folder / f"{name}.pt")
-        checkpoint.files.convert(folder / f"{name}.pt", folder / name, to="native", world_size=3)
-
-    under_ddp = [name for name, _ in ddp.named_parameters()]
-    write("numbers of ddp", model, under_ddp, False)
-    write("names of ddp", model, under_ddp, True)
-    write("model of ddp", ddp, [*model.state_dict()], True)
-    write("prefix", model, [f"net.{name}" for name in model.state_dict()], True)
-    for name in ("without the last state", "without the last state and setting"):
-        write(name, model, [*model.state_dict()], True)
-
-
-def _load_under_names(folder: Path) -> None:
-    for front_end in ("flat", "flat original", "rows"):
-        for file in ("", ".pt"):
-            for name in ("numbers of ddp", "names of ddp", "model of ddp", "prefix"):
-                with about(f"{name}{file} into {front_end}"):
-                    model = sharded(front_end, layers())
-                    optimizer = torch.optim.Adam(model.parameters())
-                    load = partial(checkpoint.load, folder / f"{name}{file}", model, optimizer)
-                    if name == "prefix":
-                        with refused(CheckpointError, "net.0.weight"):
-                            load()
-                        assert not optimizer.state
-                        with pytest.warns(UserWarning, match="net.0.weight"):
-                            load(strict=False)
-                        load(rename=lambda name: name.removeprefix("net."))
-                    else:
-                        load()
-                    assert optimizer.param_groups[0]["lr"] == 0.5
-                    found = state_of(model, optimizer)
-                    for number in range(LAYERS):
-                        moment = found[f"state.{number}.weight.exp_avg"]
-                        assert torch.all(moment == 0.1 * (1.0 + number))
-        for name, why in (("state", "was not saved"), ("state and setting", "only the new")):
-            model = sharded(front_end, layers())
-            file = folder / f"without the last {name}.pt"
-            warned = pytest.warns(UserWarning, match=f"{LAYERS - 1}.weight, which {why}")
-            with warned if dist.get_rank() == 0 else contextlib.nullcontext():
-                checkpoint.load(file, model, torch.optim.Adam(model.parameters()))
-
-
-def test_optimizer_state_is_found_under_the_names_of_ddp_and_refused_under_others(
-    tmp_path: Path,
-) -> None:
-    _write_under_names(tmp_path)
-    for name, is_intact in (("names of ddp", True), ("prefix", False), ("prefix.pt", False)):
-        found = checkpoint.files.verify(tmp_path / name)
-        assert found.is_intact is is_intact
-        assert {each.kind for each in found.problems} == (set() if is_intact else {"optimizer"})
-    run_ranks(2, _load_under_names, tmp_path)
+def test_a_rank_opens_few_files_of_very_many_ranks(tmp_path: Path) -> None:
+    torch.save(layers().state_dict(), tmp_path / "whole.pt")
+    checkpoint.files.convert(tmp_path / "whole.pt", tmp_path / "native", world_size=96)
+    assert max(run_ranks(4, _opened, tmp_path / "native")) <= 96 / 4 + LAYERS
 
 
 class Tied(nn.Module):

@@ -3,13 +3,11 @@ up, and what they leave."""
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import fcntl
 import fractions
 import os
 import shutil
-import stat
 import time
 import warnings
 from collections.abc import Callable
@@ -24,18 +22,44 @@ from torch import nn
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import checkpoint
-from fsdp_compat.checkpoint import _publishing as publishing
-from fsdp_compat.checkpoint import _texts, latest
-from fsdp_compat.checkpoint._manifest import read_manifest
+from fsdp_compat.checkpoint import latest
 from fsdp_compat.errors import CheckpointError, FsdpCompatError, StateError, UsageError
-from tests.support.checkpoints import refused
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.checkpoints import (
+    before_syncs,
+    change_manifest,
+    open_files,
+    path_of,
+    refused,
+)
+from tests.support.ranks import on_ranks
 
 IDENTITY = "0123456789abcdef" * 2
 
 
+def _model(size: int = 3) -> FSDP:
+    return FSDP(nn.Linear(size, size))
+
+
 def _names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
+
+
+def _fail(error: BaseException, where: Callable[[Path], bool]) -> Callable[[Path], None]:
+    def act(path: Path) -> None:
+        if where(path):
+            raise error
+
+    return act
+
+
+def _owner(folder: Path) -> str:
+    """Return the name of the file in a hidden directory whose owner is on this machine."""
+    found: set[str] = set()
+    folder.mkdir()
+    torch.save({"w": torch.ones(1)}, folder / "weights.pt")
+    with before_syncs(lambda _: found.update(each.name for each in folder.rglob(".owner-*"))):
+        checkpoint.files.convert(folder / "weights.pt", folder / "new.pt")
+    return found.pop()
 
 
 @on_ranks(1)
@@ -43,7 +67,7 @@ def test_only_directories_with_a_manifest_of_their_step_are_loaded_or_removed(
     tmp_path: Path,
 ) -> None:
     """What is not ours looks like it: the name, and a file called manifest.json."""
-    root, model = tmp_path / "run", FSDP(nn.Linear(3, 3))
+    root, model = tmp_path / "run", _model()
     for step in (1, 5):
         checkpoint.save(root, model, step=step)
     manifest = (root / "step-00000001" / "manifest.json").read_text()
@@ -76,9 +100,10 @@ def test_only_directories_with_a_manifest_of_their_step_are_loaded_or_removed(
 def test_the_next_save_removes_leftovers_of_killed_saves_and_no_directory_of_a_living_one(
     tmp_path: Path,
 ) -> None:
-    root, model = tmp_path, FSDP(nn.Linear(3, 3))
-    here, other, old = f".owner-{publishing.host()}", ".owner-elsewhere", time.time() - 2 * 86400
-    living: list[int] = []
+    root, model = tmp_path / "run", _model()
+    root.mkdir(exist_ok=True)
+    here, other = _owner(tmp_path / f"{dist.get_rank()}"), ".owner-elsewhere"
+    old, living = time.time() - 2 * 86400, list[int]()
     first = dist.get_rank() == 0
 
     def left(step: int, owner: str | None, *, age: float | None = None, lives: bool = False) -> str:
@@ -148,17 +173,10 @@ def test_two_jobs_save_into_one_folder(tmp_path: Path) -> None:
 def test_a_save_whose_folder_cannot_be_synced_says_that_the_checkpoint_is_complete(
     tmp_path: Path,
 ) -> None:
-    root, model = tmp_path, FSDP(nn.Linear(3, 3))
+    root, model = tmp_path, _model()
     checkpoint.save(root, model, step=1)
-
-    def sync(path: Path, original: Callable[[Path], None] = publishing.sync_directory) -> None:
-        if path == root:
-            raise OSError(5, "Input/output error")
-        original(path)
-
     told = r"checkpoint is complete(.|\n)*rank 0: OSError: .*Input/output error"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(publishing, "sync_directory", sync)
+    with before_syncs(_fail(OSError(errno.EIO, "Input/output error"), lambda path: path == root)):
         for step, save in enumerate(SAVES, 2):
             with pytest.raises(CheckpointError, match=told):
                 save(root, model, step=step, keep_last=1)
@@ -180,20 +198,14 @@ def test_no_node_removes_or_keeps_a_checkpoint_unless_all_nodes_have_the_new_one
     tmp_path: Path,
 ) -> None:
     rank = dist.get_rank()
-    root, model = tmp_path / f"node {rank}", FSDP(nn.Linear(3, 3))
+    root, model = tmp_path / f"node {rank}", _model()
     checkpoint.save(root, model, step=1)
     full, interrupt = OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()
     unchanged = r"rank 1: OSError(.|\n)*earlier .* unchanged"
     for step, error, told in ((2, full, unchanged), (3, interrupt, "")):
-
-        def sync(path: Path, error: Any = error, sync: Any = publishing.sync_directory) -> None:
-            if rank == 1 and path.parent.name.startswith(".step-"):
-                raise error
-            sync(path)
-
         others = CheckpointError if told else StateError
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(publishing, "sync_directory", sync)
+        content = _fail(error, lambda path: rank == 1 and path.parent.name.startswith(".step-"))
+        with before_syncs(content):
             with pytest.raises(KeyboardInterrupt if rank == 1 and not told else others, match=told):
                 checkpoint.save(root, model, step=step, keep_last=1)
             assert _names(root) == {"step-00000001"}
@@ -204,33 +216,30 @@ def test_no_node_removes_or_keeps_a_checkpoint_unless_all_nodes_have_the_new_one
     assert _names(root) == {"step-00000004"}
 
 
-@on_ranks(2)
+@on_ranks(1)
 def test_a_manifest_that_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
-    root, model = tmp_path, FSDP(nn.Linear(3, 3))
+    root, model = tmp_path, _model()
     path = checkpoint.save(root, model, step=1)
-    limit = (path / "manifest.json").stat().st_size  # step 10 takes a byte more
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_texts, "MAX_TEXT_NBYTES", limit)
-        with pytest.raises(CheckpointError, match=rf"rank 0: (.|\n)* the limit is {limit}"):
-            checkpoint.save(root, model, step=10)
-        assert checkpoint.latest(root) == path
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["note"] = "x" * 100_000_000
+    with pytest.raises(CheckpointError, match=r"rank 0: (.|\n)* the limit is 100000000"):
+        checkpoint.save(root, model, optimizer, step=10)
+    assert checkpoint.latest(root) == path
     assert _names(root) == {"step-00000001"}
 
 
 @on_ranks(2)
 def test_latest_with_the_model_is_the_newest_checkpoint_that_all_nodes_have(tmp_path: Path) -> None:
     rank = dist.get_rank()
-    root, model = tmp_path / f"node {rank}", FSDP(nn.Linear(3, 3))
+    root, model = tmp_path / f"node {rank}", _model()
     assert checkpoint.latest(root, model) is None
     paths = [checkpoint.save(root, model, step=step) for step in (1, 2, 3)]
     assert checkpoint.latest(root, model) == paths[2]
     dist.barrier()
     if rank == 1:
-        manifest = read_manifest(paths[1])  # of another save
-        text = dataclasses.replace(manifest, identity=IDENTITY).as_text()
-        (paths[1] / "manifest.json").write_text(text)
+        change_manifest(paths[1], lambda content: content.update(identity=IDENTITY))
         # As after a crash of this node: the others have renamed theirs.
-        paths[2].rename(publishing.hidden_beside(paths[2], IDENTITY))
+        paths[2].rename(root / f".{paths[2].name}-{IDENTITY}")
     dist.barrier()
     assert checkpoint.latest(root) == paths[1 if rank else 2]
     assert checkpoint.latest(root, model) == paths[0]
@@ -241,7 +250,7 @@ def test_latest_with_the_model_is_the_newest_checkpoint_that_all_nodes_have(tmp_
 
 @on_ranks(2)
 def test_the_folder_of_a_run_loads_its_newest_checkpoint_or_starts_anew(tmp_path: Path) -> None:
-    root, model, default = tmp_path / "run", FSDP(nn.Linear(3, 3)), {"epoch": 0}
+    root, model, default = tmp_path / "run", _model(), {"epoch": 0}
     assert checkpoint.resume(root, model, default=default) is default  # no folder
     dist.barrier()
     root.mkdir(exist_ok=True)
@@ -274,7 +283,7 @@ def test_a_run_with_a_folder_per_node_resumes_from_a_step_that_all_nodes_have(
     tmp_path: Path,
 ) -> None:
     """Otherwise it stops: starting anew would overwrite days of training."""
-    rank, model = dist.get_rank(), FSDP(nn.Linear(3, 3))
+    rank, model = dist.get_rank(), _model()
     root = tmp_path / f"node {rank}"
     paths = [checkpoint.save(root, model, extra=step, step=step) for step in (1, 2)]
     if rank == 1:
@@ -292,17 +301,8 @@ def test_a_run_with_a_folder_per_node_resumes_from_a_step_that_all_nodes_have(
 
 
 @on_ranks(1)
-def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew(tmp_path: Path) -> None:
-    model = FSDP(nn.Linear(3, 3))
-    path = checkpoint.save(tmp_path, model, step=1)
-    (path / "manifest.json").write_text("{}")
-    with pytest.warns(UserWarning, match="was skipped"), refused(CheckpointError, "manifest.json"):
-        checkpoint.resume(tmp_path, model, default=0)
-
-
-@on_ranks(1)
-def test_a_damaged_manifest_is_skipped_with_one_sentence_at_the_users_line(tmp_path: Path) -> None:
-    model = FSDP(nn.Linear(3, 3))
+def test_damaged_manifests_are_skipped_with_one_sentence_unless_all_are(tmp_path: Path) -> None:
+    model = _model()
     _, newest = [checkpoint.save(tmp_path, model, extra=step, step=step) for step in (1, 2)]
     (newest / "manifest.json").write_text("{x")
     calls: tuple[Callable[[], Any], ...] = (
@@ -322,26 +322,14 @@ def test_a_damaged_manifest_is_skipped_with_one_sentence_at_the_users_line(tmp_p
             f"{newest} was skipped: manifest.json is damaged, or has changed since it was saved: "
             "2 bytes without a valid one"
         )
-
-
-@on_ranks(1)
-def test_errors_of_resume_name_the_call_that_has_the_arguments(tmp_path: Path) -> None:
-    model = FSDP(nn.Linear(3, 3))
-    checkpoint.save(tmp_path / "run", model, step=1)
-    torch.save({"w": fractions.Fraction(1, 2)}, tmp_path / "x.pt")
-    optimizer = torch.optim.Adam(model.parameters())
-    for name, other, optim in (
-        ("run", FSDP(nn.Linear(4, 4)), None),
-        ("run", model, optimizer),
-        ("x.pt", model, None),
-    ):
-        with refused(CheckpointError, "checkpoint.load(path, ...)"):
-            checkpoint.resume(tmp_path / name, other, optim, default=0)
+    (tmp_path / "step-00000001" / "manifest.json").write_text("{}")
+    with pytest.warns(UserWarning, match="was skipped"), refused(CheckpointError, "manifest.json"):
+        checkpoint.resume(tmp_path, model, default=0)  # does not start anew
 
 
 @on_ranks(1)
 def test_a_path_that_is_no_checkpoint_is_told_what_to_pass(tmp_path: Path) -> None:
-    root, model = tmp_path, FSDP(nn.Linear(3, 3))
+    root, model = tmp_path, _model()
 
     (root / "empty").mkdir()
     (root / "model.pt").write_bytes(b"")
@@ -354,6 +342,14 @@ def test_a_path_that_is_no_checkpoint_is_told_what_to_pass(tmp_path: Path) -> No
     ):
         with refused(FsdpCompatError, *texts):
             checkpoint.load(path, model)
+    checkpoint.save(root / "run", model, step=1)
+    torch.save({"w": fractions.Fraction(1, 2)}, root / "x.pt")
+    optimizer = torch.optim.Adam(model.parameters())
+    for path, other in ((root / "run", (_model(4),)), (root / "run", (model, optimizer))):
+        with refused(CheckpointError, "checkpoint.load(path, ...)"):  # which has the arguments
+            checkpoint.resume(path, *other, default=0)
+    with refused(CheckpointError, "checkpoint.load(path, ...)"):
+        checkpoint.resume(root / "x.pt", model, default=0)
     for call in (latest, partial(latest, model=model), checkpoint.files.inspect):
         with refused(UsageError, "without NUL characters"):
             call("a\0b")
@@ -361,7 +357,7 @@ def test_a_path_that_is_no_checkpoint_is_told_what_to_pass(tmp_path: Path) -> No
 
 @on_ranks(2)
 def test_a_save_of_a_step_below_the_newest_one_says_what_latest_returns(tmp_path: Path) -> None:
-    root, model = tmp_path, FSDP(nn.Linear(3, 3))
+    root, model = tmp_path, _model()
     checkpoint.save(root, model, step=5)
     for step, save in enumerate(SAVES, 3):
         with warnings.catch_warnings(record=True) as told:
@@ -382,37 +378,29 @@ def test_a_save_of_a_step_below_the_newest_one_says_what_latest_returns(tmp_path
 
 @on_ranks(1)
 def test_all_folders_that_a_save_makes_are_durable(tmp_path: Path) -> None:
-    model, synced = FSDP(nn.Linear(3, 3)), set()
-    fsync = os.fsync
-
-    def noted(descriptor: int) -> None:
-        synced.add(os.readlink(f"/proc/self/fd/{descriptor}"))
-        fsync(descriptor)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", noted)
-        for name, save in (("native", checkpoint.save), ("files", checkpoint.save_safetensors)):
+    model = _model()
+    for name, save in (("native", SAVES[0]), ("files", checkpoint.save_safetensors)):
+        synced: set[Path] = set()
+        with before_syncs(synced.add):
             keywords = {"step": 1} if name == "native" else {}
             save(tmp_path / name / "on" / "the way", model, **keywords)
-            made = ("", f"/{name}", f"/{name}/on", f"/{name}/on/the way")
-            assert {f"{tmp_path}{each}" for each in made} <= synced
-            synced.clear()
+        made = tmp_path / name
+        assert {tmp_path, made, made / "on", made / "on" / "the way"} <= synced
 
 
 @on_ranks(1)
 def test_a_save_ends_well_or_with_a_checkpoint_error(tmp_path: Path) -> None:
-    """Something else in the process, such as os.closerange, closes the file of the owner."""
-    root, model = tmp_path, FSDP(nn.Linear(3, 3))
-    publish = publishing.OwnedDirectory.publish
+    root, model, owned = tmp_path, _model(), []
 
-    def publish_closed(self: Any, *args: Any) -> None:
-        os.close(self._descriptor)
-        publish(self, *args)
+    def close_the_owners_file(path: Path) -> None:
+        """As something else in the process, such as os.closerange, may do."""
+        for descriptor in () if owned else open_files(root):
+            if ".owner-" in path_of(descriptor).name:
+                owned.append(os.close(descriptor))
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(publishing.OwnedDirectory, "publish", publish_closed)
+    with before_syncs(close_the_owners_file):
         path = checkpoint.save(root, model, step=1)
-    assert _names(root) == {path.name}
+    assert owned and _names(root) == {path.name}
 
     def unsearchable(self: Path) -> bool:
         raise PermissionError(errno.EACCES, "Permission denied")
@@ -423,60 +411,42 @@ def test_a_save_ends_well_or_with_a_checkpoint_error(tmp_path: Path) -> None:
             checkpoint.save(root, model, step=2)
 
 
-def test_a_directory_that_is_removed_before_it_is_owned_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, mkdir, swept = tmp_path / f".step-00000001-{IDENTITY}", os.mkdir, []
+@on_ranks(1)
+def test_a_directory_that_is_removed_before_it_is_owned_is_made_again(tmp_path: Path) -> None:
+    mkdir, lost = os.mkdir, []
 
-    def mkdir_and_lose(name: Any, *args: Any, **kwargs: Any) -> None:
-        mkdir(name, *args, **kwargs)
-        if not swept:
-            swept.append(name)
-            publishing.remove_leftovers(tmp_path, "step-.*")  # as another job's save does
-            assert not path.exists()
+    def mkdir_and_lose(path: Any, *args: Any, **kwargs: Any) -> None:
+        mkdir(path, *args, **kwargs)
+        if not lost and Path(path).name.startswith(".step-"):
+            lost.append(os.rmdir(path))  # as another job's save does with what nobody owns
 
-    monkeypatch.setattr(os, "mkdir", mkdir_and_lose)
-    owned = publishing.make_fresh(path)
-    assert owned is not None
-    publishing.remove_leftovers(tmp_path, "step-.*")
-    assert path.is_dir()
-    owned.release()
-    publishing.remove_leftovers(tmp_path, "step-.*")
-    assert not path.exists()
-    shutil.rmtree(tmp_path)
-
-
-@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
-def test_a_file_system_that_cannot_sync_folders_takes_checkpoints(
-    tmp_path: Path, number: int
-) -> None:
-    run_ranks(1, _save_without_syncs, tmp_path, number)
-
-
-def _save_without_syncs(root: Path, number: int) -> None:
-    fsync = os.fsync
-
-    def sync(descriptor: int) -> None:
-        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            raise OSError(number, os.strerror(number))
-        fsync(descriptor)
-
-    model = FSDP(nn.Linear(3, 3))
+    model = _model()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", sync)
-        if number == errno.EIO:
-            with refused(CheckpointError, os.strerror(number)):
-                checkpoint.save(root, model, step=1)
-            return
-        checkpoint.save(root, model, step=1)
-        checkpoint.save_safetensors(root / "weights", model)
-    checkpoint.load(root, model)
+        patch.setattr(os, "mkdir", mkdir_and_lose)
+        path = checkpoint.save(tmp_path, model, step=1)
+    assert lost and _names(tmp_path) == {path.name}
+    checkpoint.load(path, model)
+
+
+@on_ranks(1)
+def test_a_file_system_that_cannot_sync_folders_takes_checkpoints(tmp_path: Path) -> None:
+    model = _model()
+    for number in (errno.EINVAL, errno.ENOTSUP, errno.EIO):
+        root = tmp_path / str(number)
+        with before_syncs(_fail(OSError(number, os.strerror(number)), Path.is_dir)):
+            if number == errno.EIO:
+                with refused(CheckpointError, os.strerror(number)):
+                    checkpoint.save(root, model, step=1)
+                continue
+            checkpoint.save(root, model, step=1)
+            checkpoint.save_safetensors(root / "weights", model)
+        checkpoint.load(root, model)
 
 
 @pytest.mark.xfail(strict=True, reason="every rank parses the manifests of all checkpoints")
 @on_ranks(2)
 def test_a_load_from_a_run_with_many_checkpoints_parses_few_manifests(tmp_path: Path) -> None:
-    model, opened = FSDP(nn.Linear(3, 3)), []
+    model, opened = _model(), []
     for step in range(8):
         checkpoint.save(tmp_path, model, step=step)
     original = os.open

@@ -1,4 +1,4 @@
-"""Values as JSON: what goes in comes out as it was, what is no data is refused, and no text that is
+"""``extra``: what is saved comes back as it was, what is no data is refused, and no text that is
 read runs any code."""
 
 from __future__ import annotations
@@ -7,28 +7,30 @@ import collections
 import dataclasses
 import enum
 import functools
-import json
 import math
 import random
 import sys
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
-from fsdp_compat.checkpoint._texts import parse_json
-from fsdp_compat.checkpoint._values import decode, encode
+from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat import checkpoint
 from fsdp_compat.errors import CheckpointError, UsageError
-from tests.support.checkpoints import refused
+from tests.support.cases import about
+from tests.support.checkpoints import Forgery, refused
+from tests.support.ranks import on_ranks
 
 HERE = __name__
 
@@ -67,29 +69,28 @@ NOISES = ("init", "del", "setattr", "setstate", "reduce", "deepcopy", "hash", "e
 Noisy: Any = type("Noisy", (), {f"__{name}__": _noise(name) for name in NOISES})
 
 
-Kept = dict[str, Tensor]
+class Saved:
+    """Saves and loads values beside a model of one rank."""
 
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._model = folder, FSDP(nn.Linear(1, 1))
+        self._steps = iter(range(10**8))
 
-def encoded(value: object) -> tuple[Any, Kept]:
-    kept: Kept = {}
+    def save(self, value: object) -> Path:
+        return checkpoint.save(self._folder, self._model, extra=value, step=next(self._steps))
 
-    def put(tensor: Tensor) -> str:
-        assert not tensor.requires_grad
-        kept[f"t{len(kept)}"] = tensor
-        return f"t{len(kept) - 1}"
+    def load(self, path: Path) -> Any:
+        return checkpoint.load(path, self._model).extra
 
-    return encode(value, "extra", put), kept
+    def through_files(self, value: object) -> Any:
+        return self.load(self.save(value))
 
-
-def getting(kept: Kept) -> Callable[[str, torch.dtype, tuple[int, ...]], Tensor]:
-    """Return what gives the tensors that were kept, or their bytes."""
-    return lambda name, dtype, shape: kept[name].view(-1).view(dtype).view(shape)
-
-
-def through_text(value: object) -> Any:
-    """Encode, go through a text as files do, and decode."""
-    content, kept = encoded(value)
-    return decode(json.loads(json.dumps(content)), "extra", getting(kept))
+    def forged(self, good: Path, extra: Callable[[Any], Any]) -> Any:
+        """Load ``extra`` of the text of a good checkpoint, in its place."""
+        forgery = Forgery(good)
+        forgery.text["extra"] = extra(forgery.text["extra"])
+        forgery.write(self._folder / "forged")
+        return self.load(self._folder / "forged")
 
 
 def as_text(value: Any) -> str:
@@ -176,108 +177,69 @@ values = st.recursive(
 )
 
 
-@example(value=arrays)
-@given(value=values)
-def test_every_value_comes_back_with_its_type_and_its_order(value: object) -> None:
-    assert_same(through_text(value), value)
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        {"@tensor": "t0"},
-        {"@object": ["os:system", {}]},
-        {"@": 1},
-        {"": {"@set": [1]}},
-        {True: "bool", 2: "int", 2.5: "float", None: "none", (1, ("a", b"c")): "", "@x": 1, "x": 2},
-        [{}, [], (), "", set(), frozenset(), collections.deque()],
-        collections.deque([1, (2,)], maxlen=3),
-        collections.Counter({"a": 2, "b": -1, ("c", 1): 0}),
-        collections.OrderedDict([("b", 1), ("a", 2)]),
-        10**300,
-        "\ud800 and \x00 and é",
-        [[[[[[[[[[[[{"a": ((((1,),),),)}]]]]]]]]]]]],
+random_python, random_legacy = random.Random(3), np.random.RandomState(3)
+random_python.gauss(0, 1), random_legacy.standard_normal()  # these keep the next one
+EXAMPLES: dict[str, Any] = {
+    "arrays": arrays,
+    "tags": [{"@tensor": "t0"}, {"@object": ["os:system", {}]}, {"@": 1}, {"": {"@set": [1]}}],
+    "keys": {True: "bool", 2: 1, 2.5: 1, None: 1, (1, ("a", b"c")): "", "@x": 1, "x": 2},
+    "empty": [{}, [], (), "", set(), frozenset(), collections.deque()],
+    "bounded": collections.deque([1, (2,)], maxlen=3),
+    "counter": collections.Counter({"a": 2, "b": -1, ("c", 1): 0}),
+    "order": collections.OrderedDict([("b", 1), ("a", 2)]),
+    "text": "\ud800 and \x00 and é",
+    "tensors": [
+        torch.tensor(1.5),
+        torch.empty(0, 3),
+        torch.tensor([0.1, math.nan, math.inf], dtype=torch.bfloat16),
+        torch.arange(6).reshape(2, 3).t(),
+        torch.ones(3).to(torch.float8_e8m0fnu).view(torch.float8_e4m3fnuz),
+        torch.ones(3).to(torch.float8_e8m0fnu),  # safetensors has no name for it
     ],
-    ids=lambda value: type(value).__name__,
-)
-def test_a_value_that_could_be_taken_for_something_else_comes_back(value: object) -> None:
-    decoded = through_text(value)
-    assert_same(decoded, value)
-    assert getattr(decoded, "maxlen", None) == getattr(value, "maxlen", None)
+    "random states": [
+        *(random_python.getstate(), random_legacy.get_state(), torch.get_rng_state()),
+        np.random.default_rng(3).bit_generator.state,
+    ],
+}
 
 
-def test_values_of_some_classes_come_back_as_the_plain_value() -> None:
-    """What torch.max returns is a named tuple, too."""
-    shared = [1]
-    point = {"point": Point(1, [2]), "deeper": [Point(Point(3))]}
-    assert_same(through_text(point), {"point": (1, [2]), "deeper": [((3, 0), 0)]})
-    assert_same(through_text(torch.ones(2).max(0)), (torch.tensor(1.0), torch.tensor(0)))
-    assert_same(through_text(torch.__version__), str(torch.__version__))
-    assert_same(through_text(collections.defaultdict(list, {1: [2]})), {1: [2]})
-    assert through_text([shared, {"a": shared}]) == [[1], {"a": [1]}]  # twice is not a cycle
-    numbers = [np.float32(0.5), np.float64(np.inf), np.int8(-3), np.bool_(True), np.complex64(1j)]
-    assert_same(through_text([*numbers, np.str_("a")]), [0.5, math.inf, -3, True, 1j, "a"])
+@on_ranks(1)
+def test_every_value_comes_back_with_its_type_and_its_order(tmp_path: Path) -> None:
+    saved = Saved(tmp_path)
 
+    @settings(max_examples=25, deadline=None)
+    @example(some=[*EXAMPLES.values()])
+    @given(some=st.lists(values, max_size=5))  # a save takes longer than a value
+    def check(some: list[Any]) -> None:
+        found = saved.through_files(some)
+        assert_same(found, some)
+        for one, other in zip(found, some, strict=True):
+            assert getattr(one, "maxlen", None) == getattr(other, "maxlen", None)
 
-@pytest.mark.parametrize("around", [lambda inner: (inner,), lambda inner: {1: inner}])
-def test_a_value_of_the_largest_allowed_depth_is_read(around: Callable[[Any], Any]) -> None:
-    value: Any = 0
-    for _ in range(65):
-        value = around(value)
-    content, _ = encoded(value)
-    text = json.dumps({"a": {"b": [content]}}).encode()
-    assert_same(decode(parse_json(text)["a"]["b"][0], "extra", getting({})), value)
+    check()
+    for around in (lambda inner: (inner,), lambda inner: {1: inner}):
+        deepest = functools.reduce(lambda inner, _, its=around: its(inner), range(65), 0)
+        assert_same(saved.through_files(deepest), deepest)
 
 
 @pytest.mark.filterwarnings("error")
-def test_an_array_that_cannot_be_written_to_comes_back_without_a_warning() -> None:
-    decoded = through_text(np.broadcast_to(np.array([1, 2]), (3, 2)))
-    assert decoded.tolist() == [[1, 2]] * 3
-
-
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.tensor(1.5),
-        torch.empty(0, 3),
-        torch.tensor([1, -1], dtype=torch.int8),
-        torch.tensor([True, False]),
-        torch.tensor([0.1, math.nan, math.inf], dtype=torch.bfloat16),
-        torch.arange(6).reshape(2, 3),
-        torch.tensor([1 + 2j], dtype=torch.complex128),
-        torch.ones(3).to(torch.float8_e8m0fnu).view(torch.float8_e4m3fnuz),
-        nn.Parameter(torch.ones(2)),
-    ],
-    ids=lambda tensor: f"{tensor.dtype}-{tuple(tensor.shape)}",
-)
-def test_a_tensor_is_stored_separately_and_comes_back(tensor: Tensor) -> None:
-    content, kept = encoded(tensor)
-    name, value = kept.popitem()
-    assert not kept
-    assert (type(value), value.requires_grad) == (Tensor, False)
-    assert_same(value, tensor.detach())
-    # as a file has it whose format does not know the dtype
-    as_bytes = value.contiguous().view(-1).view(torch.uint8)
-    for found in (value, as_bytes):
-        decoded = decode(json.loads(json.dumps(content)), "extra", getting({name: found}))
-        assert_same(decoded, tensor.detach())
-        # What is filled later is filled in it.
-        assert decoded.untyped_storage().data_ptr() == found.untyped_storage().data_ptr()
-
-
-def test_of_a_tensor_that_is_conjugated_or_negated_when_it_is_read_the_values_are_kept() -> None:
-    """Its memory holds others, and memory is what is written."""
-    conjugated = torch.tensor([1 + 2j]).conj()
-    _, kept = encoded([conjugated, conjugated.imag])
-    assert [(tensor.is_conj(), tensor.is_neg()) for tensor in kept.values()] == [(False, False)] * 2
-    assert_same(list(kept.values()), [torch.tensor([1 - 2j]), torch.tensor([-2.0])])
-
-
-def test_random_states_come_back() -> None:
-    python, legacy = random.Random(3), np.random.RandomState(3)
-    python.gauss(0, 1), legacy.standard_normal()  # these keep the next one
-    states = [python.getstate(), legacy.get_state(), np.random.default_rng(3).bit_generator.state]
-    assert_same(through_text([*states, torch.get_rng_state()]), [*states, torch.get_rng_state()])
+@on_ranks(1)
+def test_values_of_some_classes_come_back_as_the_plain_value(tmp_path: Path) -> None:
+    shared, conjugated = [1], torch.tensor([1 + 2j]).conj()  # whose memory holds other numbers
+    pairs = [
+        ([Point(1, [2]), [Point(Point(3))]], [(1, [2]), [((3, 0), 0)]]),
+        (torch.ones(2).max(0), (torch.tensor(1.0), torch.tensor(0))),  # a named tuple
+        (torch.__version__, str(torch.__version__)),
+        (nn.Parameter(torch.ones(2)), torch.ones(2)),
+        (collections.defaultdict(list, {1: [2]}), {1: [2]}),
+        ([shared, {"a": shared}], [[1], {"a": [1]}]),  # twice is not a cycle
+        ([conjugated, conjugated.imag], [torch.tensor([1 - 2j]), torch.tensor([-2.0])]),
+        ([np.float32(0.5), np.float64(np.inf), np.int8(-3)], [0.5, math.inf, -3]),
+        ([np.bool_(True), np.complex64(1j), np.str_("a")], [True, 1j, "a"]),
+        (np.broadcast_to(np.array([1, 2]), (2, 2)), np.array([[1, 2]] * 2)),  # cannot be written to
+    ]
+    given, expected = ([*each] for each in zip(*pairs, strict=True))
+    assert_same(Saved(tmp_path).through_files(given), expected)
 
 
 # -- what is refused
@@ -296,7 +258,7 @@ def no_data() -> dict[str, Any]:
         quantized = torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8)
         nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
     return {
-        "function": test_random_states_come_back,
+        "function": as_text,
         "module": linear,
         "generator": (i for i in range(3)),
         "cycle": cycle,
@@ -327,25 +289,26 @@ def no_data() -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
-@pytest.mark.parametrize("name", no_data())
-def test_objects_that_are_not_data_are_refused_with_their_place(name: str) -> None:
-    place = "extra" if name in ("depth", "66 levels") else "extra['a'][1]"
-    with refused(UsageError, "A value cannot be saved", f"where:    {place}"):
-        encoded({"a": [0, no_data()[name]]})
-
-
-def test_an_object_is_refused_in_any_place_without_running_code_of_its_class() -> None:
-    value = Noisy()
-    deque = collections.deque([value])
-    for content in (value, [value], (value,), {"a": value}, {1: value}, Point(value), deque):
+@on_ranks(1)
+def test_objects_that_are_not_data_are_refused_with_their_place_and_run_no_code(
+    tmp_path: Path,
+) -> None:
+    saved = Saved(tmp_path)
+    for name, value in no_data().items():
+        place = "extra" if name in ("depth", "66 levels") else "extra['a'][1]"
+        with about(name), refused(UsageError, "A value cannot be saved", f"where:    {place}"):
+            saved.save({"a": [0, value]})
+    noisy = Noisy()
+    deque = collections.deque([noisy])
+    for content in (noisy, [noisy], (noisy,), {"a": noisy}, {1: noisy}, Point(noisy), deque):
         ran.clear()
-        with pytest.raises(UsageError, match=r"got: +a tests.checkpoint.test_values.Noisy"):
-            encoded(content)
+        with refused(UsageError, "a tests.checkpoint.test_values.Noisy"):
+            saved.save(content)
         assert not ran
     for content in ({print: 1}, {(1, print): 2}, [{1, print}]):
-        what = r"got: +a builtins.(builtin_function_or_method|tuple)"
-        with pytest.raises(UsageError, match=what):
-            encoded(content)
+        with pytest.raises(UsageError, match=r"builtins.(builtin_function_or_method|tuple)"):
+            saved.save(content)
+    assert not [*tmp_path.iterdir()]
 
 
 # -- what is read
@@ -378,63 +341,30 @@ INVALID: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.parametrize("tag", INVALID)
-def test_an_invalid_text_is_a_checkpoint_error_and_runs_and_imports_nothing(
-    tag: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@on_ranks(1)
+def test_an_invalid_text_is_a_checkpoint_error_and_runs_and_imports_nothing(tmp_path: Path) -> None:
     """A module may import others when an attribute of it is asked for; torch does."""
     module = types.ModuleType("importing")
     module.__getattr__ = lambda name: pytest.fail(f"asked for {name}")  # type: ignore[method-assign]
-    monkeypatch.setitem(sys.modules, "importing", module)
-    before = set(sys.modules)
-    ran.clear()
-    found = {repr(content): outcome([{"around": {tag: content}}]) for content in INVALID[tag]}
-    assert {*found.values()} == {"CheckpointError"}, found
-    assert not ran
-    assert set(sys.modules) == before
+    saved = Saved(tmp_path)
+    good = saved.save(torch.ones(1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "importing", module)
+        before = set(sys.modules)
+        ran.clear()
+        for content in invalid_contents():
+            with about(content), pytest.raises(CheckpointError):
+                saved.forged(good, lambda tensor, its=content: [{"around": its}])
+        assert not ran
+        assert set(sys.modules) == before
+    for tag in ("@dict", "@ordered", "@counter", "@set", "@frozenset"):
+        with pytest.raises(CheckpointError, match="cannot be a key"):
+            saved.forged(good, lambda it, tag=tag: {tag: [it] if "set" in tag else [[it, 1]]})
+    with refused(CheckpointError, "'@object', which this version", "load an older", "extra['a']"):
+        saved.forged(good, lambda _: {"a": {"@object": ["elsewhere:Thing", {}]}})
 
 
-def outcome(content: object) -> str:
-    """The name of the error when ``content`` is read, or what was read."""
-
-    def get(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        raise CheckpointError(f"no tensor {name}")  # as of a file without such an entry
-
-    try:
-        return f"read as {decode(content, 'extra', get)!r}"
-    except Exception as error:
-        return type(error).__name__
-
-
-json_leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
-json_values = st.recursive(
-    json_leaves | st.sampled_from([f"{HERE}:Point", f"{HERE}:Colour", "RED"]),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.text(max_size=3), inner, max_size=3)
-        | st.tuples(st.sampled_from(list(INVALID)), inner).map(lambda pair: dict([pair]))
-    ),
-    max_leaves=12,
-)
-
-
-@given(content=json_values)
-def test_any_text_is_a_value_or_a_checkpoint_error(content: object) -> None:
-    found = outcome(content)
-    assert found == "CheckpointError" or found.startswith("read as ")
-
-
-@pytest.mark.parametrize("tag", ["@dict", "@ordered", "@counter", "@set", "@frozenset"])
-def test_a_tensor_is_no_key(tag: str) -> None:
-    tensor = {"@tensor": ["a", "float32", [1]]}
-    content = [tensor] if "set" in tag else [[tensor, 1]]
-    with pytest.raises(CheckpointError, match="a Tensor cannot be a key"):
-        decode({tag: content}, "extra", lambda *_: torch.ones(1))
-
-
-def test_a_value_of_an_earlier_version_is_named_with_what_to_do() -> None:
-    deep = functools.reduce(lambda inner, _: {"@tuple": [inner]}, range(5000), {"a": 1})
-    assert outcome(deep) == "CheckpointError"
-    told = "'@object', which this version", "load an older checkpoint, or use", "extra['a']"
-    with refused(CheckpointError, *told):
-        decode({"a": {"@object": ["elsewhere:Thing", {}]}}, "extra", getting({}))
+def invalid_contents() -> Iterator[dict[str, Any]]:
+    for tag, contents in INVALID.items():
+        for content in contents:
+            yield {tag: content}

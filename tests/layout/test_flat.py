@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,30 +23,6 @@ def laid_out(shapes: list[tuple[int, ...]], ranks: int, align: int) -> FlatLayou
     return flat_layout([f"p{i}" for i in range(len(shapes))], shapes, ranks=ranks, align=align)
 
 
-Ends = list[tuple[int, int]]
-
-
-@pytest.mark.parametrize(
-    ("shapes", "ranks", "align", "numel", "parts", "gaps"),
-    [
-        ([(10,)], 3, 4, 4, [(0, 4), (4, 8), (8, 10)], [(10, 12)]),
-        ([(2,)], 4, 1, 1, [(0, 1), (1, 2), (0, 0), (0, 0)], [(2, 4)]),  # of the first ranks only
-        ([()], 2, 4, 4, [(0, 1), (0, 0)], [(1, 8)]),
-        ([], 3, 4, 4, [], [(0, 12)]),
-        ([(0,)], 3, 4, 4, [(0, 0)] * 3, [(0, 12)]),
-        ([(0, 3), (2, 0)], 3, 4, 4, [(0, 0)] * 3, [(0, 12)]),
-    ],
-)
-def test_shards_are_aligned_and_hold_parts_in_order(
-    shapes: list[tuple[int, ...]], ranks: int, align: int, numel: int, parts: Ends, gaps: Ends
-) -> None:
-    layout = laid_out(shapes, ranks, align)
-    assert layout.shard_numel == numel
-    if shapes:
-        assert [layout.part(0, rank) for rank in range(ranks)] == [Interval(*e) for e in parts]
-    assert layout.gaps() == [Interval(*ends) for ends in gaps]
-
-
 def test_parameters_start_at_aligned_offsets_in_order() -> None:
     layout = flat_layout(["a", "b", "c", "d"], [(3,), (), (2, 3), (0, 7)], ranks=2, align=4)
     assert layout.names == ("a", "b", "c", "d")
@@ -55,11 +30,6 @@ def test_parameters_start_at_aligned_offsets_in_order() -> None:
     assert places == [(0, 3), (4, 5), (8, 14), (16, 16)]
     assert (layout.shard_numel, layout.full_numel) == (8, 16)
     assert layout.gaps() == [Interval(3, 4), Interval(5, 8), Interval(14, 16)]
-
-
-def test_mismatched_names_and_shapes_raise() -> None:
-    with pytest.raises(ValueError):
-        flat_layout(["a"], [(1,), (2,)], ranks=1, align=1)
 
 
 @given(made=layouts())

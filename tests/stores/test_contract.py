@@ -15,7 +15,6 @@ from torch import nn
 
 from fsdp_compat._engine.storage import GroupMemory
 from fsdp_compat._engine.store import ParamStore, ReduceForm
-from fsdp_compat._stores.flat_store import FlatParameter
 from fsdp_compat._stores.row_store import RowStore
 from fsdp_compat.errors import StateError
 from tests.support.cases import about
@@ -139,13 +138,18 @@ def taken_from(
 
 
 @each_case
-def test_all_ranks_have_shards_of_one_size_and_dtype(case: Case) -> None:
+def test_shards_have_one_size_and_every_parameter_once_and_pass_the_check(case: Case) -> None:
     assert len({store.numel for store in case.stores}) == 1
     for store in case.stores:
         assert store.numel >= 1
         assert store.numel * case.ranks >= sum(value.numel() for value in case.values)
         assert store.dtype == torch.float32
         assert store.shard.shape == (store.numel,)
+        indices = [i for sharded in store.sharded_params for i in sharded.unsharded_params]
+        assert sorted(indices) == list(range(len(case.values)))
+        before = store.shard.clone()
+        store.check("unit 'u'")
+        assert torch.equal(store.shard, before)
 
 
 @each_case
@@ -169,7 +173,7 @@ def test_all_ranks_agree_on_places_that_cover_the_buffer_exactly_once(case: Case
 
 
 @each_case
-def test_split_gives_views_in_the_shapes_of_the_places(case: Case) -> None:
+def test_split_gives_views_in_the_shapes_of_the_places_of_values_of_any_strides(case: Case) -> None:
     form = gather_form(case.stores[0])
     places = form.param_views(torch.empty(case.ranks * form.numel))
     for index, value in enumerate(case.values):
@@ -177,24 +181,15 @@ def test_split_gives_views_in_the_shapes_of_the_places(case: Case) -> None:
         assert [part.shape for part in parts] == [place.shape for place in places[index]]
         own = value.untyped_storage().data_ptr()
         assert all(part.untyped_storage().data_ptr() == own for part in parts)
-
-
-@each_case
-def test_split_accepts_values_of_any_strides(case: Case) -> None:
-    form = gather_form(case.stores[0])
-    for stretched in (False, True):
-        values = [
-            torch.full((), 2.0).expand(value.shape)
-            if stretched
-            else value.movedim(0, -1).contiguous().movedim(-1, 0)
-            if value.dim()
-            else value
-            for value in case.values
-        ]
+    stretched = [torch.full((), 2.0).expand(value.shape) for value in case.values]
+    turned = [
+        value.movedim(0, -1).contiguous().movedim(-1, 0) if value.dim() else value
+        for value in case.values
+    ]
+    for values in (stretched, turned):
         buffer = torch.zeros(case.ranks * form.numel)
         put_into(form, values, buffer)
-        found = taken_from(form, case.values, buffer)
-        assert all_equal(found, values)
+        assert all_equal(taken_from(form, case.values, buffer), values)
 
 
 @each_case
@@ -248,30 +243,6 @@ def test_sharded_gradients_have_the_layout_of_the_sharded_parameters(case: Case)
 
 
 @each_case
-def test_gradients_reach_the_sharded_parameters_with_the_same_elements(case: Case) -> None:
-    gradients = [torch.randn_like(value) for value in case.values]
-    forms = [store.reduce_form() for store in case.stores]
-    buffer = torch.zeros(case.ranks * forms[0].numel)
-    put_into(forms[0], gradients, buffer)
-    found: list[list[torch.Tensor]] = [[] for _ in gradients]
-    for store, form, total in zip(case.stores, forms, buffer.chunk(case.ranks), strict=True):
-        for grad, (sharded, unsharded) in zip(form.grads(total), store.sharded_params, strict=True):
-            assert grad is not None
-            assert grad.shape == sharded.shape
-            if isinstance(sharded, FlatParameter):  # one for all: the shard itself
-                assert list(unsharded) == list(range(len(case.values)))
-                assert torch.equal(grad, total)
-            else:
-                assert len(unsharded) == 1
-                found[unsharded[0]].append(grad.reshape(-1))
-    if any(found):
-        for parts, gradient in zip(found, gradients, strict=True):
-            whole = parts[0] if case.has_copies(gradient) else torch.cat(parts)
-            assert torch.equal(whole, gradient.reshape(-1))
-            assert not case.has_copies(gradient) or all(torch.equal(p, whole) for p in parts)
-
-
-@each_case
 def test_gradients_at_once_are_written_as_one_by_one(case: Case) -> None:
     form = case.stores[0].reduce_form()
     if not form.can_pack_grads:
@@ -288,16 +259,6 @@ def test_gradients_at_once_are_written_as_one_by_one(case: Case) -> None:
             values = [gradients[index] for index in given]
             form.pack_grads(together.view(case.ranks, -1), values, given)
             assert torch.equal(together, one_by_one.to(dtype))
-
-
-@each_case
-def test_an_unchanged_store_passes_the_check_and_has_every_parameter_once(case: Case) -> None:
-    for store in case.stores:
-        indices = [i for sharded in store.sharded_params for i in sharded.unsharded_params]
-        assert sorted(indices) == list(range(len(case.values)))
-        before = store.shard.clone()
-        store.check("unit 'u'")
-        assert torch.equal(store.shard, before)
 
 
 @each_case
@@ -324,14 +285,6 @@ def test_a_store_keeps_the_dtype_of_its_parameters(kind: str, dtype: torch.dtype
     assert all_equal(found, case.values)
 
 
-@pytest.mark.parametrize("kind", STORES)
-def test_frozen_parameters_are_frozen_sharded_and_unsharded(kind: str) -> None:
-    store = store_of(Holder([(3, 2), (4,)]).requires_grad_(False), kind, 0, 2)
-    unsharded = GroupMemory(store, 2, torch.float32, CPU).unsharded_params
-    assert not any(param.requires_grad for param, _ in store.sharded_params)
-    assert not any(param.requires_grad for param in unsharded)
-
-
 @pytest.mark.parametrize("kind", ["flat", "original"])
 def test_every_parameter_of_a_flat_store_starts_at_sixteen_bytes(kind: str) -> None:
     for dtype, size in [(torch.float32, 4), (torch.bfloat16, 2), (torch.float64, 8)]:
@@ -345,49 +298,7 @@ def test_every_parameter_of_a_flat_store_starts_at_sixteen_bytes(kind: str) -> N
         )
 
 
-@pytest.mark.parametrize(
-    ("ranks", "shapes"),
-    [(1, [(5, 3), (7,), (3, 2, 2)]), (2, [(15,), (4,), (0,)]), (3, [(12,), (0,), (0,)])],
-)
-def test_original_parameters_become_views_of_the_flat_shard(
-    ranks: int, shapes: list[tuple[int, ...]]
-) -> None:
-    module = Holder(SHAPES["odd"])
-    parameters = list(module.parameters())
-    store = store_of(module, "original", 0, ranks)
-    assert [id(sharded) for sharded, _ in store.sharded_params] == list(map(id, parameters))
-    assert [tuple(parameter.shape) for parameter in parameters] == shapes
-
-
-# Changes that user code makes to sharded parameters between steps: the flat stores adopt them or
-# refuse them.
-
-
-@pytest.mark.parametrize("kind", ["flat", "original"])
-def test_new_data_of_a_parameter_is_copied_into_the_shard(kind: str) -> None:
-    case = build(kind, SHAPES["divisible"], 2)
-    store = case.stores[0]
-    sharded = store.sharded_params[0].parameter
-    others = store.shard[sharded.numel() :].clone()
-    sharded.data = torch.full_like(sharded, 5.0)
-    store.check("unit 'u'")
-    shard, numel = store.shard, sharded.numel()
-    assert sharded.data_ptr() == shard.data_ptr()
-    assert shard[:numel].tolist() == [5.0] * numel
-    assert torch.equal(shard[numel:], others)
-
-
-def test_a_whole_parameter_as_data_is_cut_into_the_parts_of_the_ranks() -> None:
-    case = build("original", SHAPES["divisible"], 4)
-    found = []
-    for store in case.stores:
-        sharded = store.sharded_params[0].parameter
-        sharded.data = torch.arange(12.0).view(4, 3)
-        store.check("unit 'u'")
-        assert sharded.shape == store.grads(store.shard)[0].shape
-        found += sharded.tolist()
-        assert store.is_intact()
-    assert found == list(range(12))
+# Changes of sharded parameters between steps that the flat stores refuse.
 
 
 def refusal(store: ParamStore, change: Callable[[torch.Tensor], torch.Tensor]) -> str:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from fsdp_compat._engine.storage import GroupMemory
 from fsdp_compat._stores.placement import DataMesh, RowPlacement, SpmdMesh, placement_of
 from fsdp_compat._stores.row_store import RowStore
-from fsdp_compat.errors import StateError, UsageError
+from fsdp_compat.errors import StateError
 from tests.support.engine_build import CPU, members_of
 from tests.support.ranks import on_ranks
 
@@ -324,35 +324,6 @@ def test_frozen_parameters_take_no_bytes_in_the_reduction(ranks: int) -> None:
     assert store.reduce_form() is form
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("fewer", [1, 2, 3])
-def test_rows_of_fewer_ranks_bring_the_parameters_back(ranks: int, fewer: int) -> None:
-    model = Shapes()
-    stores = _simulated(model, ranks)
-    memory = _filled(stores, torch.float32)
-    held = []
-    for rank in range(fewer):
-        rows = stores[0].partial_rows(None, rank, fewer, memory.unsharded_params)
-        held.append(torch.zeros(rows.full.numel() // fewer))
-        shown = rows.params(held[-1])
-        for param, own in zip(shown, rows.own_rows, strict=True):
-            param.data.copy_(own)
-        assert [param.requires_grad for param in shown] == [
-            param.requires_grad for param in model.parameters()
-        ]
-    with torch.no_grad():
-        torch.cat(held, out=rows.full)
-        for param in memory.unsharded_params:
-            param.fill_(torch.nan)
-    for target, source in zip(*rows.copies, strict=True):
-        target.copy_(source)
-    for unsharded, original in zip(memory.unsharded_params, model.parameters(), strict=True):
-        assert torch.equal(unsharded, original)
-
-
-# -- attributes, and what is refused
-
-
 class Special(nn.Parameter):
     pass
 
@@ -370,44 +341,3 @@ def test_attributes_and_classes_of_parameters_are_kept() -> None:
     sharded[0].rate = 2.0
     assert unsharded[0].rate == 2.0
     assert not hasattr(unsharded[1], "rate")
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 6])
-def test_the_section_of_a_parameter_cut_along_another_dim_is_the_ranks_own_box(ranks: int) -> None:
-    model = Shapes()
-    stores = _simulated(model, ranks)
-    for index, (name, original) in enumerate(model.named_parameters()):
-        if not _dim(name):
-            continue
-        whole, start = original.detach(), 0
-        parts = [*whole.chunk(ranks, 1), *[whole.narrow(1, whole.shape[1], 0)] * ranks]
-        for store, part in zip(stores, parts, strict=False):
-            section = store.section_of(index)
-            assert section.offsets == (0, start, 0)[: part.dim()]
-            assert section.layout.params[0].shape == part.shape
-            assert torch.equal(store.local_part(index), part.reshape(-1))
-            assert store.has_part([index]) is bool(part.numel() or not whole.numel())
-            with pytest.raises(UsageError, match=name):  # which is no run of its elements
-                store.part(index, 0)
-            start += part.shape[1]
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_sections_find_the_rows_in_the_shard(ranks: int) -> None:
-    model = Shapes()
-    for name in ("dim1_even", "dim1_odd", "dim1_empty"):
-        delattr(model, name)
-    stores = _simulated(model, ranks)
-    for index, (name, original) in enumerate(model.named_parameters()):
-        flat = original.detach().reshape(-1)
-        found = []
-        for rank, store in enumerate(stores):
-            part = store.part(index, rank)
-            assert torch.equal(store.local_part(index), flat[part.slice]), name
-            found += list(range(part.start, part.stop)) if original.dim() or not rank else []
-        assert found == list(range(flat.numel()))
-    store = stores[-1]
-    shard = store.shard.clone()
-    store.shard.zero_()
-    store.take_from_whole([param.detach() for param in model.parameters()])
-    assert torch.equal(store.shard, shard)

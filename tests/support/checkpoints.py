@@ -16,7 +16,9 @@ import copy
 import functools
 import json
 import os
+import resource
 import shutil
+import signal
 import tempfile
 import warnings
 import zlib
@@ -191,6 +193,74 @@ def save_dcp(states: Any, path: Path, **options: Any) -> Path:
     return path
 
 
+def change_manifest(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the manifest of a checkpoint, and its checksum with it."""
+    content = json.loads((path / "manifest.json").read_text())["content"]
+    change(content)
+    (path / "manifest.json").write_text(manifest_of(json.dumps(content)))
+
+
+def manifest_of(content: str) -> str:
+    """Return the text of a manifest around any content, with the checksum that fits."""
+    return f'{{"content": {content},\n"crc32": "{zlib.crc32(content.encode()):08x}"}}\n'
+
+
+@contextlib.contextmanager
+def before_syncs(act: Callable[[Path], object]) -> Iterator[None]:
+    """Call ``act`` with the path of each file or folder before it is made durable."""
+    fsync = os.fsync
+
+    def acted(descriptor: int) -> None:
+        act(path_of(descriptor))
+        fsync(descriptor)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", acted)
+        yield
+
+
+@contextlib.contextmanager
+def before_writes(act: Callable[[], object]) -> Iterator[None]:
+    """Call ``act`` before bytes are written to a file of a checkpoint."""
+    write = os.write
+
+    def acted(descriptor: int, data: Any) -> int:
+        if path_of(descriptor).suffix == ".safetensors":
+            act()
+        return write(descriptor, data)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "write", acted)
+        yield
+
+
+@contextlib.contextmanager
+def no_more_than(nbytes: int) -> Iterator[None]:
+    """Files may not become longer: what a full disk looks like, to this process alone."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def path_of(descriptor: int) -> Path:
+    return Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+
+
+def open_files(folder: Path) -> list[int]:
+    """Return this process's descriptors of files and directories inside of a folder."""
+    found = []
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(FileNotFoundError):  # the one that lists them
+            if folder in path_of(descriptor).parents:
+                found.append(descriptor)
+    return found
+
+
 class Forgery:
     """A checkpoint of one rank as JSON, to be changed anywhere and written again."""
 
@@ -214,12 +284,9 @@ class Forgery:
                 and isinstance(file.get("crc32"), str)
             ):
                 file.update(nbytes=len(content), crc32=f"{zlib.crc32(content):08x}")
-        text = json.dumps(self.manifest)
         path.mkdir(exist_ok=True)
         (path / "rank-00000.safetensors").write_bytes(content)
-        (path / "manifest.json").write_text(
-            f'{{"content": {text},\n"crc32": "{zlib.crc32(text.encode()):08x}"}}\n'
-        )
+        (path / "manifest.json").write_text(manifest_of(json.dumps(self.manifest)))
 
 
 # -- errors
@@ -259,6 +326,29 @@ def sharded(front_end: str, model: nn.Module, **options: Any) -> nn.Module:
     return fsdp_compat.FullyShardedDataParallel(
         model, use_orig_params=front_end == "flat original", **options
     )
+
+
+def toy(
+    front_end: str = "flat", num_steps: int = 1, seed: int = 7
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a sharded `Toy` and its optimizer after some steps."""
+    torch.manual_seed(seed)
+    if front_end == "rows":
+        model = ours_fully_shard(Toy())
+    else:
+        model = ours_fsdp1(Toy(), use_orig_params=front_end == "flat original")
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.125)
+    for _ in range(num_steps):
+        take_step(optimizer)
+    return model, optimizer
+
+
+def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return a copy of what this rank has of a model and an optimizer."""
+    parameters = list(model.parameters())
+    states = (sorted(optimizer.state.get(each, {}).items()) for each in parameters if each.numel())
+    values = (*parameters, *model.buffers(), *(value for state in states for _, value in state))
+    return [value.detach().clone() for value in values]
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
