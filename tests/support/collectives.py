@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import re
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -104,3 +105,12 @@ class Operations(TorchDispatchMode):
         elif name in ("_foreach_copy_", "_foreach_zero_"):
             self.written[name].append(sum(tensor.numel() for tensor in args[0]))
         return function(*args, **(kwargs or {}))
+
+
+def assert_circle(message: str, *facts: str) -> None:
+    """Assert that it is the error of ranks that wait for each other, with these facts."""
+    beginning = r"Waiting for .* can never end: ranks wait for each other\."
+    assert re.match(beginning, message), message or "nothing was noticed"
+    assert "allow_unused_units=True" in message
+    for fact in facts:
+        assert fact in message, f"{fact!r} is not in\n{message}"
