@@ -175,7 +175,7 @@ BREAKS = (
         "records of a black box read that a kill has cut short",
         "if last_lost < number == number_later",
         "if 0 < number == number_later",
-        "tests/comm/test_black_box.py -k cut_short",
+        "tests/comm/test_black_box_file.py -k cut_short",
     ),
     Break(
         "ends of waits not kept in a black box",
@@ -344,7 +344,7 @@ BREAKS = (
         "search for deadlocks finds nothing",
         "if peer is None or peer.wait.node in done or not peer.lacks(wait):",
         "if True:",
-        "tests/comm/test_deadlock.py -k find_cycle",
+        "tests/comm/test_find_cycle.py",
     ),
     Break(
         "every rank of a rendezvous asks for the missing ones",

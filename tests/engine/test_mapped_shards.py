@@ -23,20 +23,19 @@ from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import MixedPrecision, ShardingStrategy, StateError
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.collectives import Operations, counting_sends
-from tests.support.forks import ForksWhileMapping, fork_and_end
-from tests.support.models import Block, Part, Program
-from tests.support.parity import Pair, make_pair, random_step
-from tests.support.ranks import on_ranks, run_ranks
-from tests.support.same_host import (
-    COPIED,
-    MAPPED,
-    MESSAGES,
+from tests.support.mapped import (
+    ForksWhileMapping,
     few_mappings,
+    fork_and_end,
     low_address_space,
     no_list_of_pages,
     no_more,
     num_mapped,
 )
+from tests.support.models import Block, Part, Program
+from tests.support.parity import Pair, make_pair, random_step
+from tests.support.ranks import on_ranks, run_ranks
+from tests.support.same_host import COPIED, MAPPED, MESSAGES
 from tests.support.sampling import at_most
 
 WIDTH = 48

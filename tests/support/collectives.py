@@ -15,7 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fsdp_compat import _torch_private
 from fsdp_compat._comm.communicator import communicator
+from fsdp_compat._comm.divergence.store_rendezvous import StoreRendezvous
 from fsdp_compat._comm.mesh import axis_of
 from fsdp_compat._comm.transport import VALUES
 
@@ -71,6 +73,11 @@ def all_reduced(
     return total
 
 
+def through_backends() -> contextlib.AbstractContextManager[Any]:
+    """Inside the context communicators use gloo as any other backend: by its own collectives."""
+    return mock.patch.object(_torch_private, "is_gloo", lambda group, device: False)
+
+
 @contextlib.contextmanager
 def counting_sends() -> Iterator[list[int]]:
     """Yield the bytes of each message that gloo gets, below every counter of the package. What
@@ -84,6 +91,20 @@ def counting_sends() -> Iterator[list[int]]:
         return send(self, tensors, *args)
 
     with mock.patch.object(dist.ProcessGroup, "send", counted):
+        yield found
+
+
+@contextlib.contextmanager
+def checked_calls() -> Iterator[list[tuple[str, tuple[int, ...]]]]:
+    """Yield the calls that this rank checks with others, each with the ranks that make it."""
+    found: list[tuple[str, tuple[int, ...]]] = []
+    meet = StoreRendezvous.meet
+
+    def noted(self: Any, call: str, *args: Any) -> None:
+        found.append((call, self.activity.members))
+        meet(self, call, *args)
+
+    with mock.patch.object(StoreRendezvous, "meet", noted):
         yield found
 
 
