@@ -205,6 +205,7 @@ def lost(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Processes of the test's own: those that other tests share go on."""
     pool = ranks._Pool()
     monkeypatch.setattr(ranks, "_pool", pool)
+    monkeypatch.setattr(ranks, "GRACE_S", 0.3)
     yield
     pool.kill()
 
