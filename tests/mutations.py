@@ -223,7 +223,7 @@ BREAKS = (
         "evaluation in full precision filled from the buffer of training",
         "for memory in group.memories:\n                memory.use_copies_of",
         "for memory in group.memories[:1]:\n                memory.use_copies_of",
-        "tests/engine/test_mapped_shards.py -k bit_equal",
+        "tests/engine/test_mapped_shards.py -k full_precision",
     ),
     Break(
         "gradients of newly trainable parameters without a place",

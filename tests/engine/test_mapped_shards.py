@@ -173,6 +173,17 @@ def test_forward_sends_and_copies_nothing() -> None:
     assert (sum(sent), max(seen.written["copy_"], default=0)) == (0, 0)
 
 
+@on_ranks(2, environment=MAPPED | {"FSDP_USE_FULL_PREC_IN_EVAL": "1"})
+def test_evaluation_in_full_precision_gathers_nothing() -> None:
+    policy, mixed = ModuleWrapPolicy({Block}), MixedPrecision(torch.bfloat16, torch.float32)
+    model, x = FSDP(Wide(), auto_wrap_policy=policy, mixed_precision=mixed), torch.ones(2, WIDTH)
+    model(x).sum().backward()
+    model.eval()
+    with torch.no_grad(), torch.profiler.profile() as profile:
+        assert model(x).dtype == torch.float32
+    assert not [row for row in profile.key_averages() if row.key.endswith("::begin_gather")]
+
+
 # -- ranks that are early and late
 
 SOON = datetime.timedelta(seconds=0.3)
