@@ -5,6 +5,7 @@ themselves."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import runpy
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.programs import Ended, python, run_programs
+from tests.support.programs import Ended, Launcher, python
 from tests.support.same_host import MESSAGES
 
 RANKS = 3
@@ -114,7 +115,9 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
         for fault, num_ranks in ranks.items()
         for rank in range(num_ranks)
     ]
-    ended = run_programs(TRAINS, arguments, folder, **MESSAGES)
+    imports = "torch._dynamo", "fsdp_compat.fully_sharded_data_parallel", "tests.support.models"
+    with contextlib.closing(Launcher(*imports, **MESSAGES)) as launcher:
+        ended = launcher.run(TRAINS, arguments, folder)
     return folder, dict(zip(ERRORS, ended[-len(ERRORS) :], strict=True))
 
 

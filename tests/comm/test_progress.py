@@ -3,6 +3,7 @@ named with the place where they are."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 import time
@@ -17,7 +18,7 @@ from torch import nn
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from tests.support.errors import assert_told, limits, message_of
-from tests.support.programs import run_programs
+from tests.support.programs import Launcher
 from tests.support.ranks import on_ranks
 
 HERE = re.escape(__file__)
@@ -92,7 +93,9 @@ def test_a_rank_that_waits_for_other_threads_that_wait_is_idle(tmp_path: Path) -
     """Ranks in programs of their own, as those of other tests have a thread that listens."""
     waits = {"event": "event", "item": "item", "module": "event"}
     arguments = [(rank, wait, tmp_path / wait) for wait in waits for rank in range(2)]
-    ended = run_programs(WAITS, arguments, tmp_path, FSDP_COMPAT_MEET_TIMEOUT="0.4")
+    imports = "torch._dynamo", "fsdp_compat.fully_sharded_data_parallel"
+    with contextlib.closing(Launcher(*imports, FSDP_COMPAT_MEET_TIMEOUT="0.4")) as launcher:
+        ended = launcher.run(WAITS, arguments, tmp_path)
     assert [each.code for each in ended] == [0] * len(ended), [each.err for each in ended]
     for each, place in zip(ended[::2], waits.values(), strict=True):
         assert_named(each.out, "<program>", place)

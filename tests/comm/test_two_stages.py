@@ -3,6 +3,7 @@ between hosts, parity of both front ends, and what happens when a rank or a host
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import signal
@@ -30,7 +31,7 @@ from tests.support.hosts import BY_HOST, BY_PLACE, hosts
 from tests.support.live_bytes import LiveBytes
 from tests.support.models import Block
 from tests.support.parity import accumulates, make_pair, whole
-from tests.support.programs import run_programs
+from tests.support.programs import Launcher
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.same_host import copied_or_sent
 
@@ -315,7 +316,9 @@ def test_survivors_of_a_killed_rank_or_host_fail_soon_and_for_good(
         for number, (strategy, lost) in enumerate(cases)
         for rank in range(4)
     ]
-    ended = run_programs(LOST, arguments, tmp_path, **environment)
+    imports = "torch._dynamo", "fsdp_compat.fully_sharded_data_parallel", "tests.support.hosts"
+    with contextlib.closing(Launcher(*imports, **environment)) as launcher:
+        ended = launcher.run(LOST, arguments, tmp_path)
     for number, (strategy, lost) in enumerate(cases):
         for rank, each in enumerate(ended[4 * number : 4 * number + 4]):
             if rank in lost:

@@ -35,7 +35,8 @@ from tests.support.collectives import checked_calls
 from tests.support.errors import assert_told, limits, message_of
 from tests.support.fully_sharded import OURS, shard_all
 from tests.support.models import DIM, Block
-from tests.support.programs import run_programs
+from tests.support.parity import Pair, make_pair, seeded
+from tests.support.programs import Launcher
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.same_host import COPIED, MAPPED, MESSAGES, NOT_MAPPED, mapped_or_sent
 
@@ -368,28 +369,19 @@ def test_ranks_of_other_process_groups_may_have_other_modules() -> None:
 # -- models that one rank alone has made
 
 
-def assert_train(*models: tuple[Any, nn.Module]) -> None:
-    """Assert that sharded models train as plain ones do, each for a step in turns."""
-    for number in range(2):
-        for pair in models:
-            losses = []
-            for model in pair:
-                optimizer = torch.optim.SGD(model.parameters(), 0.1)
-                losses.append(model(torch.ones(2, DIM)).square().sum())
-                losses[-1].backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            torch.testing.assert_close(*losses, msg=f"step {number}")
+def pair_of(seed: int, in_place: bool) -> Pair:
+    def make() -> nn.Module:
+        return nn.Sequential(Block(), Block())
 
-
-def pair_of(seed: int, in_place: bool) -> tuple[Any, nn.Module]:
-    """Return a sharded model and its plain twin."""
-    torch.manual_seed(seed)
-    plain = nn.Sequential(Block(), Block())
-    model = copy.deepcopy(plain)
     if in_place:
-        return shard_all(model, library=OURS), plain
-    return FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block})), plain
+        return Pair(seeded(make, seed), shard_all(seeded(make, seed), library=OURS))
+    return make_pair(make, seed=seed)
+
+
+def assert_train(*pairs: Pair) -> None:
+    """Assert that sharded models train as plain ones do, each for a step in turns."""
+    for pair in (*pairs, *pairs):
+        pair.step()
 
 
 def fail_in_the_second_unit() -> None:
@@ -427,15 +419,6 @@ def test_models_train_whatever_one_rank_has_made_alone(
     assert_train(third, first)  # in another order than they were made
     assert_train(second, third, first)
     assert_goes_on(flat)
-
-
-@pytest.mark.parametrize("in_place", [False, True], ids=["flat", "fully_shard"])
-@on_ranks(2)
-def test_after_models_that_differ_others_train(in_place: bool) -> None:
-    for depth in (1, 2):
-        with pytest.raises(UsageError, match="The models of the ranks differ"):
-            step(build(depth + dist.get_rank(), in_place=in_place))
-    assert_train(pair_of(0, in_place))
 
 
 @on_ranks(2)
@@ -557,6 +540,7 @@ from torch import nn
 
 rank, path, fate, of_ranks = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
 ranks, last = len(of_ranks), len(of_ranks) - 1
+os.environ["FSDP_COMPAT_SAME_HOST"] = sys.argv[5]
 dist.init_process_group("gloo", store=dist.FileStore(path, ranks), rank=rank, world_size=ranks)
 everywhere = contextlib.ExitStack()
 everywhere.enter_context(hosts(of_ranks))
@@ -585,16 +569,26 @@ finally:
 """
 
 
+@pytest.fixture(scope="module")
+def launcher() -> Iterator[Launcher]:
+    imports = "torch._dynamo", "fsdp_compat.fully_sharded_data_parallel", "tests.support.hosts"
+    with contextlib.closing(Launcher(*imports, "tests.support.errors")) as launcher:
+        yield launcher
+
+
 @pytest.mark.xfail(strict=True, reason="failures of a host's other connections are not asked for")
-def test_rank_that_is_gone_is_noticed_on_every_host_of_several_ranks(tmp_path: Path) -> None:
+def test_rank_that_is_gone_is_noticed_on_every_host_of_several_ranks(
+    launcher: Launcher, tmp_path: Path
+) -> None:
     path = tmp_path / "store"
-    run_programs(LOST, [(rank, path, "killed", "0011") for rank in range(4)], tmp_path)
+    arguments = [(rank, path, "killed", "0011", "messages") for rank in range(4)]
+    launcher.run(LOST, arguments, tmp_path)
     assert not Path(f"{path}.late").exists()
 
 
-@pytest.mark.parametrize("environment", [MESSAGES, COPIED], ids=["messages", "counters"])
+@pytest.mark.parametrize("same_host", ["messages", "counters"])
 def test_rank_that_is_gone_is_named_on_every_host_even_if_its_connections_are_open(
-    environment: dict[str, str], tmp_path: Path
+    launcher: Launcher, same_host: str, tmp_path: Path
 ) -> None:
     raised = r"ended with KeyError: 'no such file'"
     forward = r"Waiting for the parameters of the root unit \(a Linear\) failed: "
@@ -609,8 +603,10 @@ def test_rank_that_is_gone_is_named_on_every_host_even_if_its_connections_are_op
             f"rank 2 .*{raised}",
         ),
     }
-    arguments = [(rank, tmp_path / fate, fate, "011") for fate in told for rank in range(3)]
-    ended = run_programs(LOST, arguments, tmp_path, **environment)
+    arguments = [
+        (rank, tmp_path / fate, fate, "011", same_host) for fate in told for rank in range(3)
+    ]
+    ended = launcher.run(LOST, arguments, tmp_path)
     assert not (tmp_path / "killed.late").exists()
     for number, facts in enumerate(told.values()):
         *others, lost = ended[3 * number : 3 * number + 3]
