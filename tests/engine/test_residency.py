@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp_compat import FullyShardedDataParallel
+from fsdp_compat import FullyShardedDataParallel, StateError
 from tests.support.fully_sharded import OURS
 from tests.support.ranks import on_ranks
 
@@ -52,3 +53,26 @@ def test_forward_sees_whole_parameters_in_their_order_and_leaves_their_versions(
         versions.append([version for _, _, version in module.inside])
         assert [name for name, _ in module.named_parameters()] == before
     assert versions[1:] == versions[:1] * 2
+
+
+def as_bfloat16(data: Tensor) -> Tensor:
+    """The same memory, of as many elements."""
+    return data.view(torch.bfloat16)
+
+
+def half_of(data: Tensor) -> Tensor:
+    return data[: len(data) // 2]
+
+
+@pytest.mark.parametrize("change", [torch.Tensor.float, as_bfloat16, half_of])
+@on_ranks(2)
+def test_another_dtype_or_size_of_the_same_memory_is_refused_in_the_next_forward(
+    change: Callable[[Tensor], Tensor],
+) -> None:
+    model, x = FullyShardedDataParallel(nn.Linear(4, 4).half()), torch.ones(1, 4).half()
+    for _ in range(2):
+        model(x).float().sum().backward()
+    for parameter in model.parameters():
+        parameter.data = change(parameter.data)
+    with pytest.raises(StateError, match="no longer fits its shard"):
+        model(x)
