@@ -194,6 +194,24 @@ def test_error_names_a_rank_that_never_reads_a_message() -> None:
     )
 
 
+@on_ranks(2)
+def test_memory_of_a_failed_rank_is_not_used() -> None:
+    comm = connect()
+    own = numbers(comm, NUMEL, comm.rank)
+    handle, _full = begun_gather(comm, 4, own)
+    dist.barrier()
+    if comm.rank == 0:
+        comm._table.close(has_failed=True)
+        own.fill_(9.0)
+    dist.barrier()
+    if comm.rank == 0:
+        message = message_of(lambda: comm.settle("what was sent"))
+        assert message.startswith("Waiting for")
+    else:
+        message = message_of(lambda: comm.end_gather(handle, "the parameters of 'a'"))
+        assert "the communication of rank 0 has failed" in message
+
+
 @on_ranks(2, environment=COPIED)
 def test_more_groups_than_counters_are_refused_with_the_limit() -> None:
     comm = connect()
