@@ -175,7 +175,7 @@ BREAKS = (
         "records of a black box read that a kill has cut short",
         "if last_lost < number == number_later",
         "if 0 < number == number_later",
-        "tests/comm/test_black_box.py -k cut_short",
+        "tests/comm/test_black_box_file.py -k cut_short",
     ),
     Break(
         "ends of waits not kept in a black box",
@@ -223,7 +223,7 @@ BREAKS = (
         "evaluation in full precision filled from the buffer of training",
         "for memory in group.memories:\n                memory.use_copies_of",
         "for memory in group.memories[:1]:\n                memory.use_copies_of",
-        "tests/engine/test_mapped_shards.py -k bit_equal",
+        "tests/engine/test_mapped_shards.py -k full_precision",
     ),
     Break(
         "gradients of newly trainable parameters without a place",
@@ -344,7 +344,7 @@ BREAKS = (
         "search for deadlocks finds nothing",
         "if peer is None or peer.wait.node in done or not peer.lacks(wait):",
         "if True:",
-        "tests/comm/test_deadlock.py -k find_cycle",
+        "tests/comm/test_find_cycle.py",
     ),
     Break(
         "every rank of a rendezvous asks for the missing ones",

@@ -4,33 +4,27 @@ allocated, and messages that cannot be read."""
 from __future__ import annotations
 
 import contextlib
-import copy
 import gc
-import io
-import os
 from datetime import timedelta
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from fsdp_compat import ShardingStrategy
-from fsdp_compat._comm.gloo import MessageTransport
-from fsdp_compat._comm.same_host import peers, shared_memory
-from fsdp_compat._comm.same_host.peers import PeerArena
-from fsdp_compat._comm.same_host.transport import SameHostTransport
-from tests.comm.test_deadlock import assert_circle
-from tests.engine.test_counts import Operations, counting_sends
-from tests.support.collectives import all_reduced, connect, gathered, reduced
+from fsdp_compat import UsageError
+from tests.support.collectives import (
+    Operations,
+    all_reduced,
+    assert_circle,
+    connect,
+    counting_sends,
+    gathered,
+    reduced,
+)
 from tests.support.errors import message_of
-from tests.support.forks import forked
-from tests.support.memory import group_nbytes
-from tests.support.parity import make_pair
 from tests.support.ranks import on_ranks
-from tests.support.same_host import MESSAGES, copied_or_sent
+from tests.support.same_host import COPIED, MESSAGES, copied_or_sent
 
 NUMEL = 1_200_001  # of a message: more than one piece of a sum, and no multiple of anything
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64)
@@ -45,24 +39,20 @@ def numbers(comm: Any, numel: int, first: int, dtype: torch.dtype = torch.float3
     return comm.allocate(numel, dtype).copy_(from_0_to_4(numel, first))
 
 
-def in_block(numel: int) -> torch.Tensor:
-    return shared_memory.allocate(numel, torch.float32).copy_(from_0_to_4(numel, 0))
-
-
 # -- values
 
 
-def assert_exchanges(
-    comm: Any, kind: type = MessageTransport, dtypes: tuple[torch.dtype, ...] = DTYPES
+@copied_or_sent
+@pytest.mark.parametrize("ranks", [2, 3])
+@on_ranks("ranks")
+def test_exchanges_are_right_in_every_dtype_and_send_values_or_nothing(
+    ranks: int, environment: dict[str, str]
 ) -> None:
-    """Gather, reduce and all-reduce in each of the dtypes. kind: of the transport, which sends
-    values by gloo, or nothing."""
-    assert type(comm) is kind
-    ranks, rank, divisor = comm.ranks, comm.rank, torch.tensor(2.0, dtype=torch.float64)
-    for dtype in dtypes:
-        sent: list[int] = []
+    comm = connect()
+    rank, divisor = comm.rank, torch.tensor(2.0, dtype=torch.float64)
+    for dtype in DTYPES:
         tag, wide = comm.new_tag(), torch.promote_types(dtype, torch.float32)
-        with counting_sends(sent):
+        with counting_sends() as sent:
             full = gathered(comm, numbers(comm, NUMEL, rank, dtype), tag)
             buffer = numbers(comm, ranks * NUMEL, rank, dtype)
             shard = reduced(comm, buffer, tag, divisor=divisor, dtype=wide)
@@ -76,53 +66,8 @@ def assert_exchanges(
         assert torch.equal(inside, summed[:-1].to(dtype)), dtype
         assert torch.equal(outside, inside)
         # a gather, a reduction, two totals of two steps
-        values = NUMEL * (ranks - 1) * (2 + 2 * 2) if kind is MessageTransport else 0
+        values = NUMEL * (ranks - 1) * (2 + 2 * 2) if environment == MESSAGES else 0
         assert abs(sum(sent) - dtype.itemsize * values) < 100
-
-
-@copied_or_sent
-@pytest.mark.parametrize("ranks", [2, 3])
-@on_ranks("ranks")
-def test_exchanges_are_right_in_every_dtype_and_send_values_or_nothing(
-    ranks: int, environment: dict[str, str]
-) -> None:
-    kind = MessageTransport if environment == MESSAGES else SameHostTransport
-    assert_exchanges(connect(), kind)
-
-
-@on_ranks(3)
-def test_one_rank_without_readable_memory_lets_all_send_values() -> None:
-    hidden = mock.patch.object(shared_memory, "first_location", return_value=None)
-    with hidden if dist.get_rank() == 2 else contextlib.nullcontext():
-        comm = connect()
-    assert_exchanges(comm, dtypes=DTYPES[:2])
-
-
-@pytest.mark.parametrize("ranks", [(0, 1, 2), (1,)])
-@on_ranks(3)
-def test_ranks_without_files_in_memory_let_all_send_values(ranks: tuple[int, ...]) -> None:
-    with contextlib.ExitStack() as stack:
-        if dist.get_rank() in ranks:
-            make = os.memfd_create
-            stack.callback(setattr, os, "memfd_create", make)
-            del os.memfd_create
-            stack.enter_context(mock.patch.object(shared_memory, "_arena", shared_memory.Arena()))
-        assert_exchanges(connect(), dtypes=DTYPES[:1])
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-@on_ranks("ranks")
-def test_a_rank_without_more_shared_memory_names_the_limit_on_all_ranks(ranks: int) -> None:
-    """After it has connected."""
-    comm = connect()
-    with contextlib.ExitStack() as stack:
-        if comm.rank == ranks - 1:
-            full = mock.patch.object(shared_memory.Chunk, "take", return_value=None)
-            refused = OSError(24, "no descriptors")
-            stack.enter_context(full)
-            stack.enter_context(mock.patch.object(os, "memfd_create", side_effect=refused))
-        message = message_of(lambda: gathered(comm, torch.ones(NUMEL), 4))
-    assert f"rank {ranks - 1} can get no more shared memory: no more file descriptors" in message
 
 
 @copied_or_sent
@@ -157,71 +102,6 @@ def test_gather_copies_each_part_once_and_reduction_allocates_no_receive_buffer(
     assert not {"empty_like", "clone", "_to_copy"} & seen.names.keys()
 
 
-@pytest.mark.parametrize(
-    ("word", "value", "expected"),
-    [
-        (
-            shared_memory.Location._fields.index("offset"),
-            1 << 40,
-            "cannot read the memory of rank 1: 4800004 bytes at 1099511627776 do not lie in a",
-        ),
-        (-1, -1, "rank 1 has sent 1200001 elements of an unknown dtype for 1200001 of torch.float"),
-        (-2, 1 << 40, "rank 1 has sent 1099511627776 elements of torch.float32 for 1200001 of"),
-    ],
-)
-@on_ranks(2)
-def test_message_described_wrongly_raises_an_error_with_its_rank(
-    word: int, value: int, expected: str
-) -> None:
-    """Rank 1 replaces a word of its message."""
-    comm, words = connect(), peers.Message.words
-
-    def wrong_words(place: Any, message: torch.Tensor) -> list[int]:
-        told = words(place, message)
-        told[word] = value
-        return told
-
-    lies = mock.patch.object(peers.Message, "words", wrong_words)
-    with lies if comm.rank == 1 else contextlib.nullcontext():
-        message = message_of(lambda: gathered(comm, numbers(comm, NUMEL, comm.rank), 4))
-    assert message.startswith("Waiting for")
-    assert comm.rank == 1 or (expected in message and "Waiting for tag 4 failed" in message)
-
-
-def test_peer_memory_checks_a_location_before_reading() -> None:
-    own = in_block(NUMEL)
-    mine, place = shared_memory._arena, shared_memory.locate(own)
-    assert place is not None
-    peer = PeerArena(os.getpid(), mine.token)
-    assert torch.equal(peer.view(place, NUMEL, torch.float32), own)
-    nbytes = mine.chunks[0].nbytes
-    small = os.memfd_create("small", os.MFD_ALLOW_SEALING)
-    device, (read, write) = os.open("/dev/zero", os.O_RDONLY), os.pipe()
-    try:
-        os.ftruncate(small, 1 << 20)
-        for wrong in (
-            {"offset": -64},
-            {"offset": 0},
-            {"offset": nbytes},
-            {"offset": nbytes - 4 * NUMEL + 4},
-            {"offset": place.offset + 1},
-            {"offset": 1 << 62},
-            {"number": 999},
-            {"number": 999, "fd": 1 << 30},
-            {"number": 999, "fd": -1},
-            {"number": 999, "fd": device},
-            {"number": 999, "fd": read},
-            {"number": 999, "fd": small},
-        ):
-            with pytest.raises(OSError):
-                peer.view(place._replace(**wrong), NUMEL, torch.float32)
-        with pytest.raises(PermissionError):
-            os.ftruncate(mine.chunks[0].fd, 1)
-    finally:
-        for fd in (small, device, read, write):
-            os.close(fd)
-
-
 # -- memory in flight
 
 
@@ -240,14 +120,14 @@ def test_block_is_reused_after_all_peers_have_read_it() -> None:
         end()
         del buffer, handle, segments
         gc.collect()
-        other = shared_memory.allocate(2 * NUMEL, torch.float32).fill_(torch.nan)
+        other = comm.allocate(2 * NUMEL, torch.float32).fill_(torch.nan)
         assert other.data_ptr() != address
     dist.barrier()
     if comm.rank == 1:
         assert torch.equal(end(), 2 * from_0_to_4(2 * NUMEL, 0)[NUMEL:].float())
         del buffer, handle, segments
     comm.settle("gradients", True)
-    assert shared_memory.allocate(2 * NUMEL, torch.float32).data_ptr() == address
+    assert comm.allocate(2 * NUMEL, torch.float32).data_ptr() == address
 
 
 @copied_or_sent
@@ -332,100 +212,11 @@ def test_memory_of_a_failed_rank_is_not_used() -> None:
         assert "the communication of rank 0 has failed" in message
 
 
-# -- blocks
-
-
-def test_block_has_the_size_of_its_tensor_and_is_aligned_to_64_bytes() -> None:
-    for numel in (NUMEL, NUMEL + 1):
-        tensor = shared_memory.allocate(numel, torch.float32, zero=True)
-        assert shared_memory.locate(tensor) is not None
-        assert tensor.untyped_storage().nbytes() == 4 * numel
-        assert tensor.data_ptr() % 64 == 0
-        assert not tensor.any()
-
-
-def test_freed_block_is_reused_and_zeros_are_zero() -> None:
-    gc.collect()
-    first = shared_memory.allocate(NUMEL, torch.float32).fill_(7.0)
-    address, view = first.data_ptr(), first[5:]
-    del first
-    assert shared_memory.allocate(NUMEL, torch.float32).data_ptr() != address  # a view is left
-    del view
-    again = shared_memory.allocate(NUMEL, torch.float32, zero=True)
-    assert again.data_ptr() == address
-    assert not again.any()
-
-
-def test_arena_returns_pages_beyond_its_limit_to_the_system(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    mine = shared_memory.Arena()
-    monkeypatch.setattr(shared_memory, "_arena", mine)
-    monkeypatch.setattr(shared_memory, "KEPT_NBYTES", 8 << 20)
-    blocks = [shared_memory.allocate(1 << 20, torch.float32).fill_(1.0) for _ in range(8)]
-    held = [os.fstat(mine.chunks[0].fd).st_blocks * 512]
-    blocks.clear()
-    held.append(os.fstat(mine.chunks[0].fd).st_blocks * 512)
-    assert 32 << 20 <= held[0] <= 33 << 20
-    assert 8 << 20 <= held[1] <= 9 << 20
-    assert not shared_memory.allocate(8 << 20, torch.float32, zero=True).any()
-
-
-def test_arena_merges_adjacent_free_ranges() -> None:
-    mine = shared_memory.Arena()
-    blocks = [mine.take(1 << 20, False) for _ in range(4)]
-    for index in (0, 2, 1, 3):
-        blocks[index] = None
-    assert mine.take(4 << 20, False) is not None
-    assert len(mine.chunks) == 1
-    assert len(mine.chunks[0].free) == 1
-
-
-def test_copies_of_a_block_are_ordinary_tensors() -> None:
-    shard = nn.Parameter(in_block(NUMEL))
-    file = io.BytesIO()
-    torch.save(shard, file)
-    assert len(file.getvalue()) < 4 * NUMEL + 4096
-    file.seek(0)
-    for other in (torch.load(file), copy.deepcopy(shard)):
-        assert torch.equal(other, shard)
-        assert other.data_ptr() != shard.data_ptr()
-        assert shared_memory.locate(other) is None
-
-
-@on_ranks(1)
-def test_writes_of_a_forked_process_stay_private() -> None:
-    block = in_block(NUMEL).fill_(2.0)
-
-    def write() -> None:
-        assert (block == 2.0).all() and shared_memory.locate(block) is None
-        block.fill_(5.0)
-        new = shared_memory.allocate(NUMEL, torch.float32).fill_(1.0)
-        assert (block == 5.0).all() and shared_memory.locate(new) is not None
-
-    _, status = os.waitpid(forked(write), 0)
-    assert (block.max().item(), status) == (2.0, 0)
-
-
-# -- training
-
-
-@on_ranks(2)
-def test_shards_lie_in_blocks_and_a_replicas_reduce_buffer_becomes_its_gradient() -> None:
-    shards, model = (
-        make_pair(lambda: nn.Linear(1024, 1024, bias=False), (), sharding_strategy=strategy).model
-        for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD)
-    )
-    assert all(shared_memory.locate(p.detach()) is not None for p in shards.parameters())
-    (parameter,) = model.parameters()
-    addresses = set()
-    for _ in range(4):
-        with Operations() as seen:
-            model(torch.ones(1, 1024)).sum().backward()
-        addresses.add(parameter.grad.data_ptr())
-        assert shared_memory.locate(parameter.grad) is not None
-        parameter.grad = None
-    copied = seen.written["copy_"] + seen.written["clone"] + seen.written["_to_copy"]
-    assert [numel for numel in copied if numel > 1024] == [1 << 20, 1 << 19]
-    assert len(addresses) == 1
-    assert group_nbytes(model._runtime.groups[0]) == 0
+@on_ranks(2, environment=COPIED)
+def test_more_groups_than_counters_are_refused_with_the_limit() -> None:
+    comm = connect()
+    for _ in range(65534):
+        comm.new_tag()
+    with pytest.raises(UsageError, match="at most 65534") as caught:
+        comm.new_tag()
+    assert "FSDP_COMPAT_SAME_HOST=messages" in str(caught.value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from unittest import mock
 
 import pytest
@@ -13,9 +12,6 @@ from fsdp_compat._comm.same_host import peers as mapped
 from fsdp_compat._comm.same_host import shared_memory
 from fsdp_compat._comm.same_host.memory_files import PAGE_NBYTES
 from fsdp_compat._comm.same_host.peers import MappedFiles, map_shards
-from fsdp_compat.errors import UsageError
-from tests.support.collectives import connect
-from tests.support.ranks import on_ranks
 
 NUMEL = 3 * PAGE_NBYTES // 4
 
@@ -33,12 +29,6 @@ def mapping_of(shards: list[torch.Tensor], old: MappedFiles | None = None) -> Ma
         assert place is not None
         made.put(rank, place.fd, place.offset)
     return made
-
-
-def num_mapped() -> int:
-    """Lines of this process's list of mappings."""
-    with open("/proc/self/maps") as file:
-        return len(file.readlines())
 
 
 def test_full_buffer_is_the_shards_and_follows_them() -> None:
@@ -72,21 +62,6 @@ def test_shards_that_have_moved_are_mapped_again_at_the_same_addresses() -> None
     assert torch.equal(full, torch.cat(second))
 
 
-def test_addresses_live_as_long_as_a_view_and_leave_nothing() -> None:
-    shards = [shard(1.0), shard(2.0)]
-    gc.collect()
-    before, parts = num_mapped(), mapped._num_mapped
-    mapping = mapping_of(shards)
-    view = mapping.full[NUMEL:].view(-1, 4)[2]
-    del mapping
-    gc.collect()
-    assert mapped._num_mapped == parts + 2
-    assert (view == 2.0).all()
-    del view
-    gc.collect()
-    assert (num_mapped(), mapped._num_mapped) == (before, parts)
-
-
 def test_what_cannot_be_mapped_is_refused() -> None:
     good = shard(1.0)
     place = shared_memory.locate(good)
@@ -110,19 +85,3 @@ def test_only_large_shards_of_whole_pages_can_be_mapped(monkeypatch: pytest.Monk
     assert not is_in_pages((1 << 17) + 4, torch.float32)
     monkeypatch.setenv("FSDP_COMPAT_MAP_FROM", "1")
     assert is_in_pages(1024, torch.float32) and not is_in_pages(512, torch.float32)
-
-
-@on_ranks(2, environment={"FSDP_COMPAT_SAME_HOST": "none"})
-def test_an_unknown_way_to_exchange_messages_is_refused() -> None:
-    with pytest.raises(UsageError, match="expected: 'mapped', 'counters', 'messages'") as caught:
-        connect()
-    assert "got:      'none'" in str(caught.value)
-
-
-@pytest.mark.parametrize("wrong", ["", "0", "-1", "1 MB"])
-def test_the_smallest_mapped_shard_must_be_a_number_of_bytes(
-    monkeypatch: pytest.MonkeyPatch, wrong: str
-) -> None:
-    monkeypatch.setenv("FSDP_COMPAT_MAP_FROM", wrong)
-    with pytest.raises(UsageError, match="not a number of bytes"):
-        is_in_pages(1, torch.float32)

@@ -1,182 +1,135 @@
-"""The progress of a process as another thread sees it."""
+"""Which ranks are idle, and so given up, and which ones work, and are waited for. The idle ones are
+named with the place where they are."""
 
 from __future__ import annotations
 
-import functools
-import os
+import contextlib
 import re
-import sys
 import threading
 import time
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed import distributed_c10d
 
-from fsdp_compat._comm import backend
-from fsdp_compat._comm.divergence import progress
+from fsdp_compat import FullyShardedDataParallel as FSDP
+from tests.support.errors import assert_told, limits, message_of
+from tests.support.programs import Launcher
+from tests.support.ranks import on_ranks
 
-
-class Threads:
-    """Threads of which ``progress`` sees no others, on a clock that the test moves."""
-
-    def __init__(self) -> None:
-        self.now, self.lock, self.started = 0.0, threading.Lock(), threading.Semaphore(0)
-        self.lock.acquire()
-        self.threads: list[threading.Thread] = []
-        self._frames = sys._current_frames
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def frames(self) -> dict[int, types.FrameType]:
-        frames = self._frames()
-        return {thread.ident: frames[thread.ident] for thread in self.threads if thread.ident}
-
-    def run(self, function: Callable[[], object]) -> threading.Thread:
-        """Run ``function``, which acquires and releases the lock, in a thread."""
-
-        def act() -> None:
-            if not self.threads:
-                progress.follow()
-            self.started.release()
-            function()
-
-        thread = threading.Thread(target=act, daemon=True)
-        thread.start()
-        self.started.acquire()
-        self.threads.append(thread)
-        return thread
-
-    def idle_s(self, seen: progress.Progress, where: str) -> float:
-        """What ``seen`` finds once the first thread is in the function ``where``."""
-        end = time.perf_counter() + 60.0
-        while time.perf_counter() < end:
-            frame = self.frames()[self.threads[0].ident or 0]
-            if frame.f_code.co_name == where:
-                return seen.idle_s()
-        raise AssertionError(f"no thread came to {where}()")
+HERE = re.escape(__file__)
 
 
-@pytest.fixture
-def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Threads]:
-    threads = Threads()
-    monkeypatch.setattr(progress, "time", threads)
-    monkeypatch.setattr(sys, "_current_frames", threads.frames)
-    monkeypatch.setattr(progress, "_followed", progress._followed)
-    yield threads
-    threads.lock.release()
-    for thread in threads.threads:
-        thread.join(60.0)
-        assert not thread.is_alive()
+def assert_named(message: str, file: str, place: str) -> None:
+    idle = r"and has made no progress for \d+ s"
+    told = rf"rank 1 has not arrived: it is at {file}:\d+ in {place}\(\), {idle}"
+    assert_told(message, told)
 
 
-def of_file(file: str) -> Callable[[threading.Lock], None]:
-    """A function of a file that waits in C for a lock."""
-    found: dict[str, Callable[[threading.Lock], None]] = {}
-    code = "def waits(lock):\n    lock.acquire()\n    lock.release()"
-    exec(compile(code, file, "exec"), found)
-    return found["waits"]
+def receives() -> None:
+    dist.recv(torch.ones(1), 0)
 
 
-COLLECTIVE = of_file(distributed_c10d.__file__)
+@on_ranks(2)
+def test_a_rank_in_a_collective_is_idle_and_named_with_its_place() -> None:
+    model = FSDP(nn.Linear(4, 4))
+    with limits():
+        if dist.get_rank() == 0:
+            assert_named(message_of(model.state_dict), HERE, "receives")
+            dist.send(torch.ones(1), 1)
+        else:
+            receives()
+    model.state_dict()
 
 
-@pytest.mark.parametrize("module", [distributed_c10d, backend])
-def test_thread_in_a_collective_is_idle_from_the_first_look_on(
-    threads: Threads, module: types.ModuleType
-) -> None:
-    threads.run(lambda: of_file(str(module.__file__))(threads.lock))
-    threads.run(lambda: of_file("train.py")(threads.lock))  # another one may work
-    seen, found = progress.Progress(), []
-    for _ in range(3):
-        found.append(threads.idle_s(seen, "waits"))
-        threads.now += 5.0
-    assert found == [0.0, 5.0, 10.0]
+WAITS = """
+import functools, os, queue, signal, sys, threading, torch.distributed as dist
+from fsdp_compat import FullyShardedDataParallel as FSDP, StateError
+from torch import nn
+
+rank, wait, path = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 
 
-def test_next_call_of_a_collective_is_another_wait(threads: Threads) -> None:
-    again = threading.Lock()
-    again.acquire()
-
-    def calls() -> None:
-        for lock in (again, threads.lock):
-            COLLECTIVE(lock)
-            begun.release()
-
-    begun, seen = threading.Semaphore(0), progress.Progress()
-    threads.run(calls)
-    assert threads.idle_s(seen, "waits") == 0.0
-    threads.now += 5.0
-    again.release()
-    begun.acquire()
-    assert threads.idle_s(seen, "waits") == 0.0
-    threads.now += 1.0
-    assert threads.idle_s(seen, "waits") == 1.0
+class Woken(BaseException):
+    pass
 
 
-def test_call_of_a_c_function_by_the_user_counts_as_work(threads: Threads) -> None:
-    threads.run(lambda: of_file("train.py")(threads.lock))
-    seen = progress.Progress()
-    for _ in range(3):
-        assert threads.idle_s(seen, "waits") == 0.0
-        threads.now += 5.0
+def wake(*_):
+    raise Woken
 
 
-@pytest.mark.parametrize("other_works", [False, True])
-def test_thread_at_a_lock_is_idle_unless_another_thread_may_release_it(
-    threads: Threads, other_works: bool
-) -> None:
-    def wait_in(file: str) -> Callable[[], None]:
-        return lambda: of_file(file)(threads.lock)
-
-    threads.run(wait_in(threading.__file__))
-    threads.run(wait_in("upload.py" if other_works else threading.__file__))
-    assert threads.idle_s(progress.Progress(), "waits") == 0.0
-    end = time.perf_counter() + 60.0
-    while {frame.f_code.co_name for frame in threads.frames().values()} != {"waits"}:
-        assert time.perf_counter() < end
-    seen = progress.Progress()
-    threads.idle_s(seen, "waits")
-    threads.now += 5.0
-    assert threads.idle_s(seen, "waits") == (0.0 if other_works else 5.0)
+def event():
+    threading.Event().wait(60)
 
 
-def test_place_is_the_innermost_line_of_the_user() -> None:
-    def ours() -> str:
-        return progress.location_of(sys._getframe())
-
-    class Model(nn.Module):
-        def forward(self) -> str:
-            return functools.reduce(
-                lambda _, __: progress.location_of(stack()), [0, 0]
-            )  # a frame of the library's is around the lambda
-
-    def stack() -> types.FrameType | None:
-        return sys._getframe(1).f_back  # the frame of forward
-
-    assert re.fullmatch(rf"{re.escape(__file__)}:\d+ in ours\(\)", ours())
-    assert re.fullmatch(rf"{re.escape(__file__)}:\d+ in forward\(\)", Model()())
-    library = next(
-        frame
-        for frame in (sys._getframe(depth) for depth in range(1, 60))
-        if "_pytest" in frame.f_code.co_filename
-    )
-    assert "_pytest" in progress.location_of(library)  # installed by the user
-    assert progress.location_of(None) == "a place outside of the user's code"
+def item():
+    queue.Queue().get(timeout=60)
 
 
-def test_forked_process_follows_the_thread_that_forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "_followed", 0)  # another one made the collective calls
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if not pid:
-        own = progress._followed == threading.get_ident()
-        os.write(writer, f"{own} {progress.location()}".encode())
-        os._exit(0)
-    os.close(writer)
-    os.waitpid(pid, 0)
-    assert os.read(reader, 1000).decode().startswith(f"True {__file__}:")
-    os.close(reader)
+class Module(nn.Module):
+    def forward(self):
+        return functools.reduce(lambda _, __: event(), [0, 0])  # around it is the library's frame
+
+
+signal.signal(signal.SIGALRM, wake)
+dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
+model, pids = FSDP(nn.Linear(4, 4)), [0, 0]
+dist.all_gather_object(pids, os.getpid())
+try:
+    model.state_dict() if rank == 0 else {"event": event, "item": item, "module": Module()}[wait]()
+except (StateError, Woken) as error:
+    print(error)
+if rank == 0:
+    os.kill(pids[1], signal.SIGALRM)
+model.state_dict()
+"""
+
+
+def test_a_rank_that_waits_for_other_threads_that_wait_is_idle(tmp_path: Path) -> None:
+    """Ranks in programs of their own, as those of other tests have a thread that listens."""
+    waits = {"event": "event", "item": "item", "module": "event"}
+    arguments = [(rank, wait, tmp_path / wait) for wait in waits for rank in range(2)]
+    imports = "torch._dynamo", "fsdp_compat.fully_sharded_data_parallel"
+    with contextlib.closing(Launcher(*imports, FSDP_COMPAT_MEET_TIMEOUT="0.4")) as launcher:
+        ended = launcher.run(WAITS, arguments, tmp_path)
+    assert [each.code for each in ended] == [0] * len(ended), [each.err for each in ended]
+    for each, place in zip(ended[::2], waits.values(), strict=True):
+        assert_named(each.out, "<program>", place)
+
+
+def computes(seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        sum(range(1000))
+
+
+def waits_for_a_thread_that_works(seconds: float) -> None:
+    thread = threading.Thread(target=computes, args=(seconds,))
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("work", [time.sleep, computes, waits_for_a_thread_that_works])
+@on_ranks(2)
+def test_a_rank_that_works_is_waited_for(work: Callable[[float], Any]) -> None:
+    model = FSDP(nn.Linear(4, 4))
+    with limits(idle_s=0.6):
+        if dist.get_rank() == 1:
+            work(4.0)
+        model.state_dict()
+
+
+@on_ranks(3)
+def test_the_next_call_of_a_collective_is_another_wait() -> None:
+    """Rank 1 waits for rank 2 again and again, each time for less than the limit."""
+    model, pair = FSDP(nn.Linear(4, 4)), dist.new_group([1, 2])
+    with limits(idle_s=1.5):
+        for _ in range(10 if dist.get_rank() else 0):
+            if dist.get_rank() == 2:
+                time.sleep(0.4)
+            dist.all_reduce(torch.ones(1), group=pair)
+        model.state_dict()

@@ -3,10 +3,10 @@ between hosts, parity of both front ends, and what happens when a rank or a host
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import signal
-import typing
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,29 +24,19 @@ from fsdp_compat import (
     ShardingStrategy,
     StateDictType,
 )
-from fsdp_compat._comm.gloo import GlooTransport
-from fsdp_compat._comm.same_host import shared_memory
-from fsdp_compat._comm.two_stages import TwoStages
 from fsdp_compat.wrap import ModuleWrapPolicy
-from tests.engine.test_counts import counting_sends
-from tests.engine.test_overlap import Mark
-from tests.support.collectives import all_reduced, connect, gathered, reduced
+from tests.support.collectives import all_reduced, connect, counting_sends, gathered, reduced
 from tests.support.fully_sharded import OURS, pair_of, shard_all
 from tests.support.hosts import BY_HOST, BY_PLACE, hosts
+from tests.support.live_bytes import LiveBytes
 from tests.support.models import Block
 from tests.support.parity import accumulates, make_pair, whole
-from tests.support.programs import run_programs
+from tests.support.programs import Launcher
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.same_host import copied_or_sent
 
 ORDERS = pytest.mark.parametrize("of_ranks", [BY_HOST, BY_PLACE], ids=["by host", "by place"])
 NUMELS = 1, 1_003, 70_001  # of a shard
-
-
-def connect_in_two_stages() -> TwoStages:
-    found = connect()
-    assert isinstance(found, TwoStages)
-    return found
 
 
 def values(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -73,7 +63,7 @@ def test_collectives_are_right_in_the_defined_order(
     of_ranks: Sequence[int], dtype: torch.dtype
 ) -> None:
     with hosts(of_ranks):
-        comm = connect_in_two_stages()
+        comm = connect()
         rank, ranks, divisor = comm.rank, comm.ranks, torch.tensor(3.0)
         tags = [comm.new_tag() for _ in NUMELS]
         for numel, tag in [*zip(NUMELS, tags, strict=True)] * 2:
@@ -95,7 +85,7 @@ def test_collectives_are_right_in_the_defined_order(
 def test_ranks_may_take_groups_in_other_orders(of_ranks: Sequence[int]) -> None:
     """Two groups, of which each rank takes another one first, wherever ranks need not agree."""
     with hosts(of_ranks):
-        comm = connect_in_two_stages()
+        comm = connect()
         rank, ranks = comm.rank, comm.ranks
         tags = [comm.new_tag(), comm.new_tag()]
         own_order = (0, 1) if rank in (0, 3) else (1, 0)
@@ -136,24 +126,19 @@ def test_ranks_may_take_groups_in_other_orders(of_ranks: Sequence[int]) -> None:
 
 @on_ranks(4)
 def test_memory_that_a_host_shares_is_freed_when_its_ranks_have_read_it() -> None:
-    made, allocate = list[weakref.ref[Tensor]](), shared_memory.allocate
-
-    def noted(*args: Any, **options: Any) -> Tensor:
-        found = allocate(*args, **options)
-        made.append(weakref.ref(found))
-        return found
-
-    with hosts(BY_HOST), mock.patch.object(shared_memory, "allocate", noted):
-        comm, full = connect_in_two_stages(), torch.ones(4 * 70_000)
+    with hosts(BY_HOST):
+        comm, full = connect(), torch.ones(4 * 70_000)
         tags = [comm.new_tag() for _ in range(6)]
         for collective, values in (
             (gathered, full.chunk(4)[comm.rank]),
             (reduced, full),
             (all_reduced, full),
         ):
-            for tag in tags:
-                collective(comm, values, tag, settle=False)
-                assert sum(each() is not None for each in made) <= 2, "blocks held"
+            with LiveBytes() as live:
+                for tag in tags:
+                    collective(comm, values, tag, settle=False)
+            blocks = [each for each in live.peak().held if each.what.startswith("a block")]
+            assert sum(each.number for each in blocks) <= 2, blocks
         comm.settle("x")
 
 
@@ -238,41 +223,30 @@ def test_ranks_may_use_different_units(of_ranks: Sequence[int], strategy: Shardi
 # -- overlap
 
 
-class Layer(nn.Linear):
-    events: typing.ClassVar[list[str]] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Mark.apply(super().forward(x), self.events, "computes")
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "NO_SHARD"])
 @on_ranks(4)
 def test_gradients_leave_the_host_before_the_next_unit_computes(strategy: str) -> None:
     """The order in which layers compute their backward and sums leave the host."""
-    begin_reduce, begin_all_reduce = GlooTransport.begin_reduce, GlooTransport.begin_all_reduce
+    events, send = list[str](), dist.ProcessGroup.send
 
-    def reduces(self: GlooTransport, *arguments: Any) -> Any:
-        if "local rank" in self.name:
-            Layer.events.append("sends")
-        return begin_reduce(self, *arguments)
+    def notes(self: Any, tensors: list[Tensor], rank: int, tag: int) -> Any:
+        if tensors[0].is_floating_point() and tensors[0].numel() > 2:
+            events.append("sends")
+        return send(self, tensors, rank, tag)
 
-    def all_reduces(self: GlooTransport, *arguments: Any) -> Any:
-        Layer.events.append("sends")
-        return begin_all_reduce(self, *arguments)
-
-    with (
-        hosts(BY_HOST),
-        mock.patch.object(GlooTransport, "begin_reduce", reduces),
-        mock.patch.object(GlooTransport, "begin_all_reduce", all_reduces),
-    ):
+    layers = [nn.Linear(8, 8) for _ in range(3)]
+    for layer in layers:
+        layer.register_full_backward_pre_hook(lambda *_: events.append("computes"))
+    with hosts(BY_HOST), mock.patch.object(dist.ProcessGroup, "send", notes):
         model = FullyShardedDataParallel(
-            nn.Sequential(*(Layer(8, 8) for _ in range(3))),
-            auto_wrap_policy=ModuleWrapPolicy({Layer}),
+            nn.Sequential(*layers),
+            auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
             sharding_strategy=ShardingStrategy[strategy],
         )
-        Layer.events.clear()
-        model(torch.ones(2, 8)).sum().backward()
-    assert Layer.events == ["computes", "sends"] * 3
+        loss = model(torch.ones(2, 8)).sum()
+        events.clear()
+        loss.backward()
+    assert [event for event, _ in itertools.groupby(events)] == ["computes", "sends"] * 3
 
 
 # -- bytes
@@ -286,12 +260,11 @@ def _sent_in_a_step(of_ranks: Sequence[int], strategy: ShardingStrategy) -> tupl
             auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
             sharding_strategy=strategy,
         )
-        x, sent = torch.ones(2, 64), list[int]()
+        x = torch.ones(2, 64)
         model(x).sum().backward()
-        with counting_sends(sent):
+        with counting_sends() as sent:
             model(x).sum().backward()
-        groups = [group for unit in model._runtime.units for group in unit.groups]
-        return 4 * sum(group.store.numel * group.shard.ranks for group in groups), sum(sent)
+        return 6 * 4 * (64 * 64 + 64), sum(sent)
 
 
 @pytest.mark.parametrize("places", [2, 4])
@@ -337,15 +310,15 @@ with hosts(BY_HOST):
 def test_survivors_of_a_killed_rank_or_host_fail_soon_and_for_good(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
-    cases = [
-        (strategy, lost) for strategy in ("FULL_SHARD", "NO_SHARD") for lost in ((3,), (0,), (2, 3))
-    ]
+    cases = [("FULL_SHARD", (3,)), ("FULL_SHARD", (2, 3)), ("NO_SHARD", (0,))]
     arguments = [
         (rank, tmp_path / f"{number}", strategy, str(lost).replace(" ", ""))
         for number, (strategy, lost) in enumerate(cases)
         for rank in range(4)
     ]
-    ended = run_programs(LOST, arguments, tmp_path, **environment)
+    imports = "torch._dynamo", "fsdp_compat.fully_sharded_data_parallel", "tests.support.hosts"
+    with contextlib.closing(Launcher(*imports, **environment)) as launcher:
+        ended = launcher.run(LOST, arguments, tmp_path)
     for number, (strategy, lost) in enumerate(cases):
         for rank, each in enumerate(ended[4 * number : 4 * number + 4]):
             if rank in lost:

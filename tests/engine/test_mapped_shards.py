@@ -9,11 +9,8 @@ import functools
 import gc
 import os
 import resource
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -24,18 +21,22 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import MixedPrecision, ShardingStrategy, StateError
-from fsdp_compat._comm.same_host import peers as mapped
-from fsdp_compat._comm.same_host import shared_memory, transport
-from fsdp_compat._comm.same_host.shared_memory import CHUNK_NBYTES, Arena
 from fsdp_compat.wrap import ModuleWrapPolicy
-from tests.engine.test_counts import Operations, counting_sends
-from tests.frontends.parity import test_random_programs
-from tests.frontends.training import test_calls, test_entry_points
-from tests.support.memory import gathered_nbytes
-from tests.support.models import Block
-from tests.support.parity import Pair, make_pair, trains
-from tests.support.ranks import body_of, on_ranks, run_ranks
+from tests.support.collectives import Operations, counting_sends
+from tests.support.mapped import (
+    ForksWhileMapping,
+    few_mappings,
+    fork_and_end,
+    low_address_space,
+    no_list_of_pages,
+    no_more,
+    num_mapped,
+)
+from tests.support.models import Block, Part, Program
+from tests.support.parity import Pair, make_pair, random_step
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.same_host import COPIED, MAPPED, MESSAGES
+from tests.support.sampling import at_most
 
 WIDTH = 48
 
@@ -61,10 +62,6 @@ class Large(nn.Sequential):
 
 def wide_batch(generator: torch.Generator) -> Tensor:
     return torch.randn(3, WIDTH, generator=generator)
-
-
-def mappings_of(model: FSDP) -> list[mapped.MappedFiles | None]:
-    return [memory.mapping for group in model._runtime.groups for memory in group.memories]
 
 
 def wide(num_blocks: int = 3) -> FSDP:
@@ -116,7 +113,7 @@ def train(
         found.append(loss.detach())
     found += [parameter.detach().clone() for parameter in model.parameters()]
     is_mapped = os.environ["FSDP_COMPAT_SAME_HOST"] == "mapped" and strategy != "NO_SHARD"
-    assert all((mapping is not None) == is_mapped for mapping in mappings_of(model))
+    assert (num_mapped() > 0) == is_mapped
     return found
 
 
@@ -167,18 +164,24 @@ def test_training_is_bit_equal_to_copies_and_messages(
 
 
 @on_ranks(2, environment=MAPPED)
-def test_forward_sends_copies_and_holds_nothing() -> None:
-    """Bytes sent in a step, bytes that units hold, and the largest number of elements copied that
-    is not a gradient's."""
+def test_forward_sends_and_copies_nothing() -> None:
     model = wide()
-    sent: list[int] = []
     for _ in range(2):
-        sent.clear()
-        with counting_sends(sent), Operations() as seen:
+        with counting_sends() as sent, Operations() as seen:
             output = model(torch.ones(2, WIDTH))
-        held = sum(gathered_nbytes(group.memory) for group in model._runtime.groups)
         output.sum().backward()
-    assert (sum(sent), held, max(seen.written["copy_"], default=0)) == (0, 0, 0)
+    assert (sum(sent), max(seen.written["copy_"], default=0)) == (0, 0)
+
+
+@on_ranks(2, environment=MAPPED | {"FSDP_USE_FULL_PREC_IN_EVAL": "1"})
+def test_evaluation_in_full_precision_gathers_nothing() -> None:
+    policy, mixed = ModuleWrapPolicy({Block}), MixedPrecision(torch.bfloat16, torch.float32)
+    model, x = FSDP(Wide(), auto_wrap_policy=policy, mixed_precision=mixed), torch.ones(2, WIDTH)
+    model(x).sum().backward()
+    model.eval()
+    with torch.no_grad(), torch.profiler.profile() as profile:
+        assert model(x).dtype == torch.float32
+    assert not [row for row in profile.key_averages() if row.key.endswith("::begin_gather")]
 
 
 # -- ranks that are early and late
@@ -255,118 +258,6 @@ def test_a_graph_of_gradients_keeps_the_values_that_it_was_made_with() -> None:
 # -- moves of shards
 
 
-class LockThatTells:
-    """A lock that calls ``told`` when a thread wants it."""
-
-    def __init__(self, told: Callable[[], None]) -> None:
-        self._lock, self._told = threading.RLock(), told
-        self.release = self._lock.release
-
-    def acquire(self) -> bool:
-        self._told()
-        return self._lock.acquire()
-
-    def __enter__(self) -> None:
-        self.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-
-class ForksWhileMapping:
-    """Forks from another thread at one point: before the optimizer writes to shards, or, when the
-    next forward begins, before or after a call that locates shards, tells the other ranks, maps, or
-    counts forks.
-
-    The fork ends there, or pauses before or after it freezes, until this thread wants the arena's
-    lock or the forward has begun.
-    """
-
-    def __init__(self, pause: str) -> None:
-        self._pause, self._paused, self._goes_on = pause, threading.Event(), threading.Event()
-        self._point, self._num_points, self._thread = -1, 0, threading.Thread()
-        self._main, self._freeze = threading.get_ident(), Arena.freeze
-
-    @contextlib.contextmanager
-    def at(self, point: int) -> Iterator[None]:
-        """Fork at a point of this step."""
-        self._point, self._num_points = point, 0
-        with contextlib.ExitStack() as stack:
-            for owner, name in (
-                (shared_memory, "num_forks"),
-                (shared_memory, "locate"),
-                (transport, "map_shards"),
-                (transport.SameHostTransport, "gather_objects"),
-                (transport.SameHostTransport, "any_of"),
-            ):
-                stack.enter_context(mock.patch.object(owner, name, self._around(owner, name)))
-            arena = shared_memory._arena
-            freeze = functools.partial(self._frozen, arena)
-            stack.enter_context(mock.patch.object(arena, "freeze", freeze))
-            lock = LockThatTells(self._wants_lock)
-            stack.enter_context(mock.patch.object(arena, "lock", lock))
-            stack.callback(self._let_go)
-            self._pass_point()
-            yield
-        assert self._num_points >= self._point, "the last point was passed"
-
-    def begun(self, *_: object) -> None:
-        """The forward has begun."""
-        self._point = -1
-        self._let_go()
-
-    def _around(self, owner: Any, name: str) -> Callable[..., Any]:
-        call = getattr(owner, name)
-
-        @functools.wraps(call)
-        def around(*args: Any, **kwargs: Any) -> Any:
-            self._pass_point()
-            try:
-                return call(*args, **kwargs)
-            finally:
-                self._pass_point()
-
-        return around
-
-    def _pass_point(self) -> None:
-        if threading.get_ident() != self._main or self._point < 0:
-            return
-        if self._num_points == self._point:
-            self._paused.clear()
-            self._goes_on.clear()
-            self._thread = threading.Thread(target=fork_and_end)
-            self._thread.start()
-            if self._pause:
-                assert self._paused.wait(30)
-            else:
-                self._thread.join()
-        self._num_points += 1
-
-    def _frozen(self, arena: Arena) -> None:
-        for now in ("before freezing", "after freezing"):
-            if self._pause == now and threading.get_ident() != self._main:
-                self._paused.set()
-                assert self._goes_on.wait(30)
-            if now == "before freezing":
-                self._freeze(arena)
-
-    def _wants_lock(self) -> None:
-        if threading.get_ident() == self._main:
-            self._goes_on.set()
-
-    def _let_go(self) -> None:
-        self._goes_on.set()
-        if self._thread.is_alive():
-            self._thread.join()
-
-
-def fork_and_end() -> None:
-    child = os.fork()
-    if not child:
-        os._exit(0)
-    os.waitpid(child, 0)
-
-
 NUM_POINTS = 17  # of a step that maps two shards
 
 
@@ -393,9 +284,7 @@ def trains_while_it_forks(pause: str | None) -> list[Tensor]:
             loss = model(x).pow(2).mean()
             loss.backward()
         found.append(loss.detach())
-    assert all(mapping is not None for mapping in mappings_of(model)) == (
-        os.environ["FSDP_COMPAT_SAME_HOST"] == "mapped"
-    )
+    assert (num_mapped() > 0) == (os.environ["FSDP_COMPAT_SAME_HOST"] == "mapped")
     return [*found, *(parameter.detach().clone() for parameter in model.parameters())]
 
 
@@ -414,24 +303,6 @@ def test_forks_in_another_thread_change_nothing_wherever_they_come(pause: str) -
 
 
 # -- what cannot be mapped
-
-
-@contextlib.contextmanager
-def no_more(limit: int) -> Iterator[None]:
-    """The system gives rank 1 no more descriptors, or too little address space for a chunk of
-    another rank's memory."""
-    gc.collect()  # of earlier tests: mappings of other ranks' memory
-    before = resource.getrlimit(limit)
-    allowed = 3  # descriptors: these are open, and new ones would be higher
-    if limit == resource.RLIMIT_AS:
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        allowed = pages * resource.getpagesize() + CHUNK_NBYTES // 2
-    try:
-        if dist.get_rank() == 1:
-            resource.setrlimit(limit, (allowed, before[1]))
-        yield
-    finally:
-        resource.setrlimit(limit, before)
 
 
 def trains_at_a_limit(limit: int, forks: bool) -> str:
@@ -465,24 +336,6 @@ def test_a_rank_that_reaches_a_limit_trains_on_or_is_named_with_the_limit(
         assert f"rank 1 cannot read the memory of rank 0: no more {named}" in error
 
 
-def low_address_space() -> contextlib.AbstractContextManager[None]:
-    """Rank 1 cannot map memory of rank 0 that it has not mapped in an earlier test."""
-    stack = contextlib.ExitStack()
-    if dist.get_rank() == 0:
-        stack.enter_context(mock.patch.object(shared_memory, "_arena", Arena()))
-    stack.enter_context(no_more(resource.RLIMIT_AS))
-    return stack
-
-
-def few_mappings() -> contextlib.AbstractContextManager[None]:
-    return mock.patch.object(mapped, "MAX_MAPPED", 5 if dist.get_rank() == 1 else 100)
-
-
-def no_list_of_pages() -> contextlib.AbstractContextManager[None]:
-    """Writes cannot be found."""
-    return mock.patch.object(mapped, "PAGEMAP", "/proc/self/no such file")
-
-
 @pytest.mark.parametrize("obstacle", [low_address_space, few_mappings, no_list_of_pages])
 @on_ranks(3, environment=MAPPED)
 def test_all_ranks_gather_what_one_rank_cannot_map(
@@ -491,30 +344,15 @@ def test_all_ranks_gather_what_one_rank_cannot_map(
     with obstacle():
         pair = wide_pair(2)
     pair.step()
-    assert mappings_of(pair.model) == [None] * 4
+    assert num_mapped() == 0
 
 
-# -- what other files test with copies
-
-
-raises_in_a_method = body_of(
-    test_entry_points.test_an_exception_in_a_synced_method_on_one_rank_leaves_the_others_running
-)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "function", "args"),
-    [
-        (2, trains, test_calls.CASES["inference first"]),
-        (3, raises_in_a_method, ()),
-        (2, test_random_programs._runs_programs, (0,)),
-        (3, test_random_programs._runs_programs, (3000,)),
-    ],
-)
-def test_programs_of_every_kind_run_mapped(
-    ranks: int, function: Callable[..., None], args: tuple[Any, ...]
-) -> None:
-    run_ranks(ranks, function, *args, environment=MAPPED)
+@pytest.mark.parametrize(("ranks", "first"), [(2, 0), (3, 3000)])
+@on_ranks("ranks", environment=MAPPED)
+def test_random_programs_train_mapped(ranks: int, first: int) -> None:
+    pair = make_pair(Program, (Part, Block))
+    for seed in range(first, first + at_most(4, of_all=20)):
+        pair.step(functools.partial(random_step, seed), zeros=True)
 
 
 # -- what is left
@@ -529,13 +367,13 @@ def test_nothing_is_left_mapped_after_the_model() -> None:
     )
     model(torch.ones(2, WIDTH)).sum().backward()
     handle.remove()
-    assert mapped._num_mapped > 0
+    assert num_mapped() > 0
     del model, handle
     gc.collect()
     assert kept[0].isfinite().all(), "a parameter that outlives the model"
     kept.clear()
     gc.collect()
-    assert mapped._num_mapped == 0
+    assert num_mapped() == 0
 
 
 # -- ranks that part

@@ -116,21 +116,18 @@ PRE = BackwardPrefetch.BACKWARD_PRE
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize(
-    ("strategy", "prefetch", "held"),
+    ("options", "held"),
     [
-        ("FULL_SHARD", PRE, 3 + 3 + 3 + 1),  # two units, a reduce buffer, a gradient
-        ("FULL_SHARD", None, 3 + 3 + 1),
-        ("SHARD_GRAD_OP", PRE, UNITS * 3 + 3 + 1),
+        ({}, 3 + 3 + 3 + 1),  # two units, a reduce buffer, a gradient
+        ({"limit_all_gathers": False}, 3 + 3 + 2 * 3 + 1),
+        ({"backward_prefetch": None}, 3 + 3 + 1),
+        ({"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}, UNITS * 3 + 3 + 1),
     ],
 )
 def test_peak_is_two_units_a_reduce_buffer_and_a_gradient(
-    strategy: str, prefetch: BackwardPrefetch | None, held: int, use_orig_params: bool
+    options: dict[str, Any], held: int, use_orig_params: bool
 ) -> None:
-    options = {
-        "sharding_strategy": ShardingStrategy[strategy],
-        "backward_prefetch": prefetch,
-        "use_orig_params": use_orig_params,
-    }
+    options = {"backward_prefetch": PRE, "use_orig_params": use_orig_params, **options}
     (found,) = run_ranks(1, bytes_of_steps_as_one_of_eight, 2, **options)
     assert held <= matrices(found, itemsize=4) < held + 0.1
 

@@ -1,5 +1,5 @@
-"""The engine trains a model as one process would, over every store: losses, gradients and
-parameters stay equal, and between steps only shards, gradients and optimizer state hold memory."""
+"""Models with unusual parameters and units train as in one process, over every layout of shards:
+losses, gradients and parameters stay equal, and nothing else holds memory between steps."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_compat._comm.mesh import Mesh, mesh_from_device_mesh, mesh_from_group, replicated
-from fsdp_compat._engine.gradients import LARGE
-from tests.support.engine_build import STORES, shard
+from fsdp_compat import ShardingStrategy
+from tests.support.fully_sharded import OURS, pair_of, shard_all
 from tests.support.models import (
     DIM,
     Block,
@@ -27,8 +27,8 @@ from tests.support.models import (
     chain,
 )
 from tests.support.pairwise import each_value
-from tests.support.parity import Pair, assert_idle, seeded, square
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.parity import make_pair
+from tests.support.ranks import on_ranks
 
 
 class Lone(nn.Module):
@@ -61,7 +61,7 @@ class Large(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = nn.Parameter(torch.randn(LARGE // DIM + 3, DIM))
+        self.table = nn.Parameter(torch.randn((1 << 16) // DIM + 3, DIM))
         self.bias = nn.Parameter(torch.zeros(DIM))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -109,30 +109,38 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def mesh_of(shape: str) -> Mesh:
-    if shape == "hybrid":
-        return mesh_from_device_mesh(init_device_mesh("cpu", (2, 2)), strategy="HYBRID_SHARD")
-    return replicated(mesh_from_group(None)) if shape == "replicated" else mesh_from_group(None)
+LAYOUTS = ("flat", "original", "rows")
 
 
-def train(model: str, kind: str, shape: str = "sharded", **options: Any) -> None:
-    build = MODELS[model]
-    sharded = seeded(build)
-    runtime = shard(sharded, UNITS, kind, mesh_of(shape), **options)
-    pair = Pair(seeded(build), sharded, runtime=runtime)
+def train(model: str, layout: str, shape: str = "sharded", reshard: bool = True) -> None:
+    """shape: of the mesh: "sharded", "replicated" or "hybrid"."""
+    build, is_whole = MODELS[model], shape == "replicated"
+    if layout == "rows":
+        options: dict[str, Any] = {"reshard_after_forward": reshard, "library": OURS}
+        if shape != "sharded":
+            sizes = (dist.get_world_size(), 1) if is_whole else (2, 2)
+            options["mesh"] = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
+        classes = () if model == "tied" else UNITS  # calls of fully_shard share no parameter
+        pair = pair_of(build, partial(shard_all, classes=classes, **options))
+    else:
+        kept = ShardingStrategy.NO_SHARD if is_whole else ShardingStrategy.SHARD_GRAD_OP
+        strategy = ShardingStrategy.FULL_SHARD if reshard and not is_whole else kept
+        options = {"replicas": 2} if shape == "hybrid" else {"sharding_strategy": strategy}
+        pair = make_pair(build, UNITS, use_orig_params=layout == "original", **options)
     for _ in range(2):
         pair.step()
 
 
 @each_value
-@pytest.mark.parametrize("kind", STORES)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("model", MODELS)
-def test_two_ranks_train_as_one_process(model: str, reshard: bool, kind: str) -> None:
-    run_ranks(2, train, model, kind, reshard_after_forward=reshard)
+@on_ranks(2)
+def test_two_ranks_train_as_one_process(model: str, reshard: bool, layout: str) -> None:
+    train(model, layout, reshard=reshard)
 
 
-@pytest.mark.parametrize("kind", STORES)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     ("ranks", "model", "shape"),
     [
@@ -145,32 +153,8 @@ def test_two_ranks_train_as_one_process(model: str, reshard: bool, kind: str) ->
         (4, "odd", "hybrid"),
     ],
 )
+@on_ranks("ranks")
 def test_meshes_of_all_shapes_train_as_one_process(
-    ranks: int, model: str, shape: str, kind: str
+    ranks: int, model: str, shape: str, layout: str
 ) -> None:
-    run_ranks(ranks, train, model, kind, shape)
-
-
-@pytest.mark.parametrize("kind", STORES)
-@pytest.mark.parametrize("reshard", [True, False])
-@on_ranks(2)
-def test_only_the_first_unit_of_backward_stays_unsharded(reshard: bool, kind: str) -> None:
-    model: Any = MODELS["nested"]()
-    runtime = shard(model, UNITS, kind, mesh_of("sharded"), reshard_after_forward=reshard)
-    inside: list[str] = []
-
-    def labels(holds: Callable[[Any], bool]) -> list[str]:
-        return [unit.label for unit in runtime.units if holds(unit)]
-
-    model.blocks[1].up.register_forward_hook(
-        lambda *_: inside.extend(labels(lambda unit: unit.view.shows_unsharded))
-    )
-    loss = square(model, torch.ones(4, DIM))
-    root, everything = "the root unit (a Stack)", labels(lambda unit: True)
-    assert len(everything) == 8
-    assert inside == [root, "unit 'blocks.1'"]
-    full = labels(lambda unit: unit.residency.name == "UNSHARDED")
-    assert full == ([root] if reshard else everything)
-    assert labels(lambda unit: unit.view.shows_unsharded) == []
-    loss.backward()
-    assert_idle(runtime)
+    train(model, layout, shape)

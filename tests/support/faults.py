@@ -1,24 +1,18 @@
 """Calls that all ranks of a model make together, and faults on one of the ranks.
 
-``python -m tests.support.faults`` runs the cases in which a process ends or is stopped, each in
-processes of its own, forked from one that has imported everything. It prints the cases that failed,
-with the traceback of each failing rank on stderr, and exits with their number."""
+In ``cases`` a process ends or is stopped; ``meet_fate`` is the program of one of its ranks."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import datetime
-import faulthandler
 import functools
-import gc
 import itertools
 import os
 import re
-import shutil
 import signal
+import subprocess
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -42,14 +36,11 @@ from fsdp_compat import (
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat._comm.same_host.counters import CounterWork
 from fsdp_compat.checkpoint._mailbox import StoreMailbox
-from tests.support.cases import about
 from tests.support.errors import assert_told as assert_all_told
 from tests.support.errors import prompt_message_of
-from tests.support.forks import forked
 from tests.support.fully_sharded import OURS, pair_of, shard_all
 from tests.support.models import DIM, Block
 from tests.support.parity import make_pair, square
-from tests.support.time_limit import limit_s
 
 AT_ONCE_S = 3.0  # for all later calls together, none of which waits
 
@@ -370,8 +361,8 @@ def assert_stays_failed(subject: Subject) -> None:
 
 # -- processes that end or stop in the middle
 
-STOP_S = 20.0  # twice the 10 s after which an idle or silent rank is given up
-LIMIT = datetime.timedelta(minutes=10)  # of the process groups: far longer than this program takes
+STOP_S = 4.0  # four times LIMITS, after which an idle or silent rank is given up
+LIMITS = {"FSDP_COMPAT_MEET_TIMEOUT": "1", "FSDP_COMPAT_WARN_AFTER": "1"}
 
 
 def _die() -> None:
@@ -379,6 +370,7 @@ def _die() -> None:
 
 
 def _stop() -> None:
+    subprocess.Popen(["sh", "-c", f"sleep {STOP_S}; kill -CONT {os.getpid()}"])
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -433,10 +425,7 @@ def _assert_fails_for_good(subject: Subject, call: Call) -> None:
 def _is_stopped(subject: Subject, call: Call) -> None:
     """The last rank is stopped in the middle of the call, and continued."""
     started = time.monotonic()
-    if subject.is_last:
-        with at_first_wait(_stop):
-            call(subject)
-    else:
+    with at_first_wait(_stop) if subject.is_last else contextlib.nullcontext():
         call(subject)
     _assert_nothing_happened(subject, started)
 
@@ -461,18 +450,23 @@ def _assert_nothing_happened(subject: Subject, started: float) -> None:
 
 Fate = Callable[[Subject, Call], None]
 Case = tuple[Fate, str, int]  # what happens, the call, the number of ranks
+KILLS = _is_killed, _is_killed_before
 
 
-def cases() -> list[Case]:
-    """Return each call with a rank that is killed in the middle of it, and with another fate. Those
-    that stop come first, as they take longest."""
+def cases() -> dict[str, Case]:
+    """Return each call with a rank that is killed in the middle of it, and every second one with
+    another fate."""
     found: list[Case] = []
     fates = itertools.cycle((_is_stopped, _ends, _is_stopped_before, _is_killed_before))
     # the calls left out send the same as others of the table
     for number, name in enumerate(name for name in CALLS if name not in _LIKE_OTHERS):
         ranks = 2 + number // 2 % 2
-        found += [(_is_killed, name, ranks), (next(fates), name, 5 - ranks)]
-    return sorted(found, key=_takes_long, reverse=True)
+        found.append((_is_killed, name, ranks))
+        if number % 2:
+            found.append((next(fates), name, 5 - ranks))
+    return {
+        f"{fate.__name__.strip('_')}, {name}, {n} ranks": (fate, name, n) for fate, name, n in found
+    }
 
 
 _LIKE_OTHERS = (
@@ -484,104 +478,12 @@ _LIKE_OTHERS = (
 )
 
 
-def _takes_long(case: Case) -> bool:
-    return case[0] in (_is_stopped, _is_stopped_before)
-
-
-def _describe(case: Case) -> str:
-    fate, name, ranks = case
-    return f"{fate.__name__.strip('_')}, {name}, {ranks} ranks"
-
-
-def _live(rank: int, case: Case, number: int, scratch: str, port: int) -> None:
-    """Run one rank of a case."""
-    faulthandler.register(signal.SIGUSR1, chain=True)
-    with about(f"{_describe(case)}: rank {rank}"):
-        _meet_fate(rank, case, number, scratch, port)
-
-
-def _meet_fate(rank: int, case: Case, number: int, scratch: str, port: int) -> None:
-    fate, name, ranks = case
+def meet_fate(rank: str, title: str, scratch: str) -> None:
+    """Run one rank of a case, in a program of its own."""
+    fate, name, ranks = cases()[title]
     warnings.simplefilter("ignore", DeprecationWarning)
-    store = dist.PrefixStore(str(number), dist.TCPStore("127.0.0.1", port, is_master=False))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=LIMIT)
+    store = dist.FileStore(f"{scratch}/store", ranks)
+    dist.init_process_group("gloo", store=store, rank=int(rank), world_size=ranks)
     group = dist.group.WORLD
     assert group is not None
-    fate(Subject(group, f"{scratch}/{number}", use_orig_params=ranks == 2), CALLS[name])
-
-
-PROCESSES = 24  # at a time, of those that are not stopped; most of them wait
-
-
-def _store_server() -> tuple[int, int]:
-    """Serve a store in a separate process, so that the process that forks the ranks has only one
-    thread; return the process and the port."""
-    reader, writer = os.pipe()
-    process = os.fork()
-    if not process:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        os.write(writer, str(store.port).encode())
-        while os.getppid() != 1:  # ends with its parent, however that ends
-            time.sleep(1.0)
-        os._exit(0)
-    port = int(os.read(reader, 100))
-    os.close(reader)
-    os.close(writer)
-    return process, port
-
-
-def main() -> int:
-    torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()  # a collection in a forked process would copy all imported modules
-    server, port = _store_server()
-    waiting = cases()[::-1]
-    running: dict[int, tuple[int, Case, float]] = {}  # by process: rank, case, when it is killed
-    stopped: dict[int, float] = {}  # by process: when to continue it
-    failed: set[str] = set()
-    scratch = tempfile.mkdtemp()  # a TemporaryDirectory would end with any child
-    try:
-        while waiting or running:
-            busy = sum(process not in stopped for process in running)
-            while waiting and busy < PROCESSES:
-                case = waiting.pop()
-                end = time.monotonic() + limit_s()
-                for rank in range(case[2]):
-                    process = forked(_live, rank, case, len(waiting), scratch, port)
-                    running[process] = rank, case, end
-                busy += case[2]
-            _poll(running, stopped, failed)
-            time.sleep(0.02)
-    finally:
-        os.kill(server, signal.SIGKILL)
-        os.waitpid(server, 0)
-        shutil.rmtree(scratch, ignore_errors=True)
-    for text in sorted(failed):
-        print(text)
-    return len(failed)
-
-
-def _poll(
-    running: dict[int, tuple[int, Case, float]], stopped: dict[int, float], failed: set[str]
-) -> None:
-    """Check which processes have ended or stopped, and continue or end those that are due."""
-    now = time.monotonic()
-    for process, (rank, case, end) in list(running.items()):
-        found, status = os.waitpid(process, os.WNOHANG | os.WUNTRACED)
-        if found and os.WIFSTOPPED(status):
-            stopped[process] = now + STOP_S
-        elif found:
-            del running[process]
-            is_lost = rank == case[2] - 1 and case[0] in (_is_killed, _is_killed_before)
-            if status != (signal.SIGKILL if is_lost else 0):
-                failed.add(f"{_describe(case)}: rank {rank} ended with status {status}")
-        elif process in stopped and now > stopped[process]:
-            del stopped[process]
-            os.kill(process, signal.SIGCONT)
-        elif now > end:
-            running[process] = rank, case, now + 1.0  # then again, with another signal
-            os.kill(process, signal.SIGUSR1 if now < end + 1.0 else signal.SIGKILL)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    fate(Subject(group, scratch, use_orig_params=ranks == 2), CALLS[name])

@@ -4,7 +4,6 @@ tests/comm/test_store_rendezvous.py."""
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import copy
 import functools
@@ -16,7 +15,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -32,13 +30,13 @@ from fsdp_compat import (
     UsageError,
 )
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat._comm.divergence import deadlock
-from fsdp_compat._comm.divergence.store_rendezvous import StoreRendezvous
 from fsdp_compat.wrap import ModuleWrapPolicy
+from tests.support.collectives import checked_calls
 from tests.support.errors import assert_told, limits, message_of
 from tests.support.fully_sharded import OURS, shard_all
 from tests.support.models import DIM, Block
-from tests.support.programs import run_programs
+from tests.support.parity import Pair, make_pair, seeded
+from tests.support.programs import Launcher
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.same_host import COPIED, MAPPED, MESSAGES, NOT_MAPPED, mapped_or_sent
 
@@ -222,7 +220,7 @@ def test_waiting_rank_warns_and_says_where_the_missing_one_is(
     assert float(first["waited_s"]) >= 0.3 and float(second["waited_s"]) >= 0.6
 
 
-@on_ranks(2, environment=NOT_MAPPED | WARNS)
+@on_ranks(2, environment=NOT_MAPPED | WARNS, group_timeout=5)
 def test_waiting_rank_says_which_error_the_missing_one_has_raised() -> None:
     """Rank 1 alone has other memory for its parameters in backward, and catches the error."""
     model, is_missing = build(strategy="SHARD_GRAD_OP"), dist.get_rank() == 1
@@ -231,12 +229,10 @@ def test_waiting_rank_says_which_error_the_missing_one_has_raised() -> None:
         for parameter in model.parameters():
             parameter.data = torch.ones_like(parameter)
     with recorded() as found:
-        with pytest.raises(StateError):  # rank 0 waits until rank 1 has given up
+        with pytest.raises(StateError):  # rank 0 waits up to the time limit
             loss.backward()
         if is_missing:
             wait_for_warnings()
-            report = deadlock.Report({1: "rank 1 has left"}, "an exception")
-            deadlock.give_up(model._runtime.groups[0].shard.connections, report)
         else:
             raised = r"AssertedStateError in its last pass \(Parameters were changed between .*\)"
             assert_told(found[0], rf"rank 1: it has raised {raised}, and is at {HERE}:\d+ in ")
@@ -373,28 +369,19 @@ def test_ranks_of_other_process_groups_may_have_other_modules() -> None:
 # -- models that one rank alone has made
 
 
-def assert_train(*models: tuple[Any, nn.Module]) -> None:
-    """Assert that sharded models train as plain ones do, each for a step in turns."""
-    for number in range(2):
-        for pair in models:
-            losses = []
-            for model in pair:
-                optimizer = torch.optim.SGD(model.parameters(), 0.1)
-                losses.append(model(torch.ones(2, DIM)).square().sum())
-                losses[-1].backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            torch.testing.assert_close(*losses, msg=f"step {number}")
+def pair_of(seed: int, in_place: bool) -> Pair:
+    def make() -> nn.Module:
+        return nn.Sequential(Block(), Block())
 
-
-def pair_of(seed: int, in_place: bool) -> tuple[Any, nn.Module]:
-    """Return a sharded model and its plain twin."""
-    torch.manual_seed(seed)
-    plain = nn.Sequential(Block(), Block())
-    model = copy.deepcopy(plain)
     if in_place:
-        return shard_all(model, library=OURS), plain
-    return FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block})), plain
+        return Pair(seeded(make, seed), shard_all(seeded(make, seed), library=OURS))
+    return make_pair(make, seed=seed)
+
+
+def assert_train(*pairs: Pair) -> None:
+    """Assert that sharded models train as plain ones do, each for a step in turns."""
+    for pair in (*pairs, *pairs):
+        pair.step()
 
 
 def fail_in_the_second_unit() -> None:
@@ -434,15 +421,6 @@ def test_models_train_whatever_one_rank_has_made_alone(
     assert_goes_on(flat)
 
 
-@pytest.mark.parametrize("in_place", [False, True], ids=["flat", "fully_shard"])
-@on_ranks(2)
-def test_after_models_that_differ_others_train(in_place: bool) -> None:
-    for depth in (1, 2):
-        with pytest.raises(UsageError, match="The models of the ranks differ"):
-            step(build(depth + dist.get_rank(), in_place=in_place))
-    assert_train(pair_of(0, in_place))
-
-
 @on_ranks(2)
 def test_ranks_that_use_different_models_of_one_structure_are_refused() -> None:
     for use in (step, FSDP.state_dict):
@@ -461,46 +439,42 @@ def test_ranks_that_use_different_models_of_one_structure_are_refused() -> None:
 # -- no error
 
 
-@contextlib.contextmanager
-def counted(found: list[str]) -> Iterator[None]:
-    """Collect the names of checked calls."""
-    meet = StoreRendezvous.meet
-
-    def counting(self: Any, call: str, *args: Any) -> None:
-        found.append(call.removesuffix("()"))
-        meet(self, call, *args)
-
-    with mock.patch.object(StoreRendezvous, "meet", counting):
-        yield
-
-
 def meets() -> dict[str, list[str]]:
-    model = build()
+    model, found = build(), dict[str, list[str]]()
     optim = torch.optim.Adam(model.parameters())
     step(model)
     optim.step()
-    found: dict[str, list[str]] = collections.defaultdict(list)
-    with counted(found["full"]):
+
+    @contextlib.contextmanager
+    def counted(name: str) -> Iterator[None]:
+        with checked_calls() as calls:
+            yield
+        found[name] = [call.removesuffix("()") for call, _ in calls]
+
+    def clip() -> None:
+        model.clip_grad_norm_(1.0)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    def show() -> None:
+        model.apply(lambda module: None)
+        with FSDP.summon_full_params(model):
+            pass
+
+    with counted("full"):
         full = {name: value.clone() for name, value in model.state_dict().items()}
         FSDP.optim_state_dict(model, optim)
-    with counted(found["other calls"]):
-        model.clip_grad_norm_(1.0)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        model.apply(lambda module: None)
-        with FSDP.summon_full_params(model):
-            pass
-    with counted(found["clips again"]):
-        model.clip_grad_norm_(1.0)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    with FSDP.summon_full_params(model), counted(found["whole already"]):
+    with counted("other calls"):
+        clip()
+        show()
+    with counted("clips again"):
+        clip()
+    with FSDP.summon_full_params(model), counted("whole already"):
         model.state_dict()
-        model.apply(lambda module: None)
-        with FSDP.summon_full_params(model):
-            pass
+        show()
     sharded_type = functools.partial(
         FSDP.state_dict_type, state_dict_type=StateDictType.SHARDED_STATE_DICT
     )
-    with counted(found["loads"]):
+    with counted("loads"):
         state = FSDP.optim_state_dict_to_load(model, optim, FSDP.optim_state_dict(model, optim))
         optim.load_state_dict(state)
         rank_0 = FullStateDictConfig(rank0_only=True)
@@ -509,14 +483,14 @@ def meets() -> dict[str, list[str]]:
         cut_otherwise = FSDP(nn.Sequential(*(Block() for _ in range(3))))
         with sharded_type(cut_otherwise):
             model.load_state_dict(cut_otherwise.state_dict())
-    with counted(found["nothing sent"]):
+    with counted("nothing sent"):
         model.load_state_dict(full)
         with sharded_type(model):
             model.load_state_dict(model.state_dict())
         step(model)
-    with counted(found["said, not sent"]), sharded_type(model):
+    with counted("said, not sent"), sharded_type(model):
         FSDP.optim_state_dict(model, optim)
-    return dict(found)
+    return found
 
 
 def test_calls_are_checked_once_and_only_if_they_communicate() -> None:
@@ -537,10 +511,10 @@ def test_calls_are_checked_once_and_only_if_they_communicate() -> None:
 
 @on_ranks(2)
 def test_all_calls_work_without_the_check() -> None:
-    model, found = build(), list[str]()
+    model = build()
     step(model)
     os.environ["FSDP_COMPAT_MEET"] = "0"
-    with counted(found):
+    with checked_calls() as found:
         assert_goes_on(model)
     assert found == []
 
@@ -560,98 +534,81 @@ def test_fake_ranks_are_not_waited_for() -> None:
 LOST = """
 import contextlib, os, signal, sys, time, torch, torch.distributed as dist
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat._comm.divergence import deadlock, processes
+from tests.support.errors import limits
+from tests.support.hosts import hosts
 from torch import nn
 
-rank, path, fate = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-deadlock.PATIENCE = 0.5
-if rank == 0:  # on another host
-    processes.host = lambda: "another"
-dist.init_process_group("gloo", store=dist.FileStore(path, 3), rank=rank, world_size=3)
+rank, path, fate, of_ranks = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
+ranks, last = len(of_ranks), len(of_ranks) - 1
+os.environ["FSDP_COMPAT_SAME_HOST"] = sys.argv[5]
+dist.init_process_group("gloo", store=dist.FileStore(path, ranks), rank=rank, world_size=ranks)
+everywhere = contextlib.ExitStack()
+everywhere.enter_context(hosts(of_ranks))
+everywhere.enter_context(limits(idle_s=0.5, patience_s=0.5))
 model = FSDP(nn.Linear(4, 4))
 x = torch.ones(2, 4)
 model(x).sum().backward()
-children = [None] * 3
-child = os.fork() if rank == 2 and fate == "killed" else 0
-if rank == 2 and fate == "killed" and not child:
-    time.sleep(60)  # holds the connections of its parent
-dist.all_gather_object(children, child or os.getpid())
-if rank == 2 and fate == "killed":
-    os.kill(os.getpid(), signal.SIGKILL)
-if rank == 2 and fate == "exec":
-    os.execv("/bin/sleep", ["sleep", "60"])
-if rank == 2:
-    raise KeyError("no such file")
-try:
-    model.state_dict() if fate == "save" else model(x)
-finally:
-    dist.distributed_c10d._get_default_store().add("noticed", 1)
-    if rank == 1:
-        dist.distributed_c10d._get_default_store().wait(["noticed"])
-        while dist.distributed_c10d._get_default_store().add("noticed", 0) < 2:
-            time.sleep(0.01)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(children[2], signal.SIGKILL)
-"""
-
-
-LOST_ON_ONE_OF_TWO_HOSTS = """
-import os, signal, sys, time, torch, torch.distributed as dist
-from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat._comm.divergence import deadlock, processes
-from torch import nn
-
-rank, path = int(sys.argv[1]), sys.argv[2]
-deadlock.PATIENCE = 0.5
-if rank < 2:
-    processes.host = lambda: "another"
-dist.init_process_group("gloo", store=dist.FileStore(path, 4), rank=rank, world_size=4)
-model, x = FSDP(nn.Linear(4, 4)), torch.ones(2, 4)
-model(x).sum().backward()
-if rank == 3:
-    if not os.fork():  # holds the connections of its parent for a while
-        for _ in range(40):
+if rank == last and fate == "killed":
+    if not os.fork():  # holds the connections of its parent, until all others have noticed
+        for _ in range(200):
             time.sleep(0.1)
-            if all(os.path.exists(f"{path}.{other}") for other in range(3)):
+            if all(os.path.exists(f"{path}.{other}") for other in range(last)):
                 os._exit(0)
         open(f"{path}.late", "w")
         os._exit(0)
     os.kill(os.getpid(), signal.SIGKILL)
+if rank == last and fate == "exec":
+    noticed = f"[ -e {path}.0 ] && [ -e {path}.1 ]"
+    os.execv("/bin/sh", ["sh", "-c", f"for i in `seq 200`; do {noticed} && exit; sleep 0.1; done"])
+if rank == last:
+    raise KeyError("no such file")
 try:
-    model(x)
+    model.state_dict() if fate == "save" else model(x)
 finally:
     open(f"{path}.{rank}", "w")
 """
 
 
+@pytest.fixture(scope="module")
+def launcher() -> Iterator[Launcher]:
+    imports = "torch._dynamo", "fsdp_compat.fully_sharded_data_parallel", "tests.support.hosts"
+    with contextlib.closing(Launcher(*imports, "tests.support.errors")) as launcher:
+        yield launcher
+
+
 @pytest.mark.xfail(strict=True, reason="failures of a host's other connections are not asked for")
-def test_rank_that_is_gone_is_noticed_on_every_host_of_several_ranks(tmp_path: Path) -> None:
+def test_rank_that_is_gone_is_noticed_on_every_host_of_several_ranks(
+    launcher: Launcher, tmp_path: Path
+) -> None:
     path = tmp_path / "store"
-    run_programs(LOST_ON_ONE_OF_TWO_HOSTS, [(rank, path) for rank in range(4)], tmp_path)
+    arguments = [(rank, path, "killed", "0011", "messages") for rank in range(4)]
+    launcher.run(LOST, arguments, tmp_path)
     assert not Path(f"{path}.late").exists()
 
 
-@pytest.mark.parametrize("environment", [MESSAGES, COPIED], ids=["messages", "counters"])
+@pytest.mark.parametrize("same_host", ["messages", "counters"])
 def test_rank_that_is_gone_is_named_on_every_host_even_if_its_connections_are_open(
-    environment: dict[str, str], tmp_path: Path
+    launcher: Launcher, same_host: str, tmp_path: Path
 ) -> None:
-    fates = ("killed", "exec", "raises", "save")
-    arguments, started = [], time.monotonic()
-    for fate in fates:
-        arguments += [(rank, tmp_path / fate, fate) for rank in range(3)]
-    ended = run_programs(LOST, arguments, tmp_path, FSDP_COMPAT_MEET_TIMEOUT="0.5", **environment)
-    assert time.monotonic() - started < 45, "before the processes that hold the connections end"
     raised = r"ended with KeyError: 'no such file'"
     forward = r"Waiting for the parameters of the root unit \(a Linear\) failed: "
     gone = rf"{forward}the process of rank 2 was killed, or runs another program now \(exec\)\."
     first = "to do:    look at rank 2's own error first"
-    told: list[tuple[str, ...]] = [
-        (gone, first),
-        (gone, first),
-        (f"{forward}rank 2 has {raised}", first),
-        (r"rank \d called state_dict\(\) at <program>:\d+ in <module>\(\)", f"rank 2 .*{raised}"),
+    told: dict[str, tuple[str, ...]] = {
+        "killed": (gone, first),
+        "exec": (gone, first),
+        "raises": (f"{forward}rank 2 has {raised}", first),
+        "save": (
+            r"rank \d called state_dict\(\) at <program>:\d+ in <module>\(\)",
+            f"rank 2 .*{raised}",
+        ),
+    }
+    arguments = [
+        (rank, tmp_path / fate, fate, "011", same_host) for fate in told for rank in range(3)
     ]
-    for number, facts in enumerate(told):
+    ended = launcher.run(LOST, arguments, tmp_path)
+    assert not (tmp_path / "killed.late").exists()
+    for number, facts in enumerate(told.values()):
         *others, lost = ended[3 * number : 3 * number + 3]
         for each in others:
             assert each.code == 1

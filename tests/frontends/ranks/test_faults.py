@@ -6,8 +6,10 @@ stopped is waited for."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
+import signal
 import warnings
 from collections.abc import Iterable
 from datetime import timedelta
@@ -25,6 +27,8 @@ from tests.support.faults import (
     CALLS,
     FILES,
     IN_STEP,
+    KILLS,
+    LIMITS,
     PASSES,
     PLACES,
     REFUSABLE,
@@ -34,15 +38,15 @@ from tests.support.faults import (
     assert_stays_failed,
     assert_told,
     at_first_wait,
+    cases,
     message_of,
     message_of_first,
     planted,
     rank0_only,
     within,
 )
-from tests.support.programs import ROOT, python
+from tests.support.programs import ROOT, Launcher
 from tests.support.ranks import on_ranks
-from tests.support.time_limit import limit_s
 
 HERE = re.escape(str(ROOT / "tests"))
 BOTH_WORLDS = pytest.mark.parametrize("ranks", [2, 3])
@@ -283,7 +287,27 @@ def test_a_wait_beyond_the_time_limit_fails_all_ranks_for_good(tmp_path: Path) -
 # -- a process that ends, and one that stops
 
 
+SOURCE = "import sys; from tests.support.faults import meet_fate; meet_fate(*sys.argv[1:])"
+AT_ONCE = 12  # cases, of which most ranks wait
+
+
 @pytest.mark.slow
-def test_a_killed_rank_fails_the_others_for_good_and_a_stopped_one_is_waited_for() -> None:
-    """A rank is stopped for 20 s: twice the 10 s after which one that idles is given up."""
-    python("-m", "tests.support.faults", timeout=limit_s(400))
+def test_a_killed_rank_fails_the_others_for_good_and_a_stopped_one_is_waited_for(
+    tmp_path: Path,
+) -> None:
+    launcher, every = Launcher("tests.support.faults", **LIMITS), iter(cases().items())
+    wrong = []
+    while some := list(itertools.islice(every, AT_ONCE)):
+        ranks = []
+        for title, (fate, _, num_ranks) in some:
+            folder = tmp_path / title
+            folder.mkdir()
+            for rank in range(num_ranks):
+                is_killed = fate in KILLS and rank == num_ranks - 1
+                ranks.append((rank, title, folder, -signal.SIGKILL if is_killed else 0))
+        ended = launcher.run(SOURCE, [each[:3] for each in ranks], tmp_path)
+        for (rank, title, _, code), each in zip(ranks, ended, strict=True):
+            if each.code != code:
+                wrong.append(f"{title}: rank {rank} ended with {each.code}\n{each.err}")
+    launcher.close()
+    assert not wrong, "\n\n".join(wrong)
