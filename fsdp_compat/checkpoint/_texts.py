@@ -28,7 +28,8 @@ def open_file(path: Path) -> int:
             where=str(path),
             fix="restore the file from an intact copy; nothing was loaded",
         )
-    return os.open(path, os.O_RDONLY)
+    # a FIFO that took its place just now reads as an empty file
+    return os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
 
 
 def identity_of(descriptor: int) -> tuple[int, ...]:

@@ -218,10 +218,10 @@ CHANGES: dict[str, Callable[[Path], object]] = {
     "a truncated file": _resized(-1),
     "a longer file": _resized(1),
     "a missing file": Path.unlink,
+    "a FIFO": _instead(os.mkfifo),
 }
 DAMAGES: dict[str, tuple[str, Callable[[Path], object]]] = {
     **{name: ("rank-00001.safetensors", change) for name, change in CHANGES.items()},
-    "a FIFO": ("rank-00001.safetensors", _instead(os.mkfifo)),
     "an empty file": ("rank-00001.safetensors", lambda path: os.truncate(path, 0)),
     "a file of another checkpoint": ("rank-00001.safetensors", _foreign),
     "a directory": ("rank-00001.safetensors", _instead(os.mkdir)),
