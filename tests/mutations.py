@@ -254,7 +254,7 @@ BREAKS = (
         "a second gradient of one parameter in one put lost",
         "if received.isdisjoint(indices) and len(set(indices)) == len(indices):",
         "if received.isdisjoint(indices):",
-        f"{FRONTENDS}/precision/test_mixed_precision.py -k evaluation_with_gradients",
+        f"{FRONTENDS}/precision/test_evaluation.py -k evaluation_with_gradients",
     ),
     Break(
         "no division by the number of ranks",
