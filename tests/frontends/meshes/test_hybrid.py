@@ -20,6 +20,7 @@ from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import MixedPrecision, ShardingStrategy, StateDictType
 from fsdp_compat.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.support.beside_torch import assert_as_torch, trained
+from tests.support.messages import Messages
 from tests.support.models import (
     DIM,
     Block,
@@ -41,6 +42,7 @@ from tests.support.parity import (
     whole_gradients,
 )
 from tests.support.ranks import on_ranks
+from tests.support.same_host import MESSAGES
 
 FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID, HYBRID_ZERO2 = ShardingStrategy
 MESHES = [(4, 1), (2, 2), (1, 4), (2, 1), (1, 2)]  # (replicas, shards)
@@ -293,63 +295,46 @@ def test_state_moves_from_mesh_to_mesh() -> None:
         pair = later
 
 
-# -- collectives and bytes
+# -- messages
 
 # 2 x (8 x 8 weight + 8 bias), all in one dtype and padded to nothing: 144 elements, a multiple of
 # 16 bytes and of 4 ranks
 PSI = 144
 
 
-def _expected(mesh: tuple[int, int], strategy: ShardingStrategy) -> dict[str, tuple[int, int]]:
-    """{kind: (number, bytes)} of a step of three units of PSI bfloat16 elements each, the last of
-    which is kept after forward. Gradients are sent in float32."""
-    replicas, shards = mesh
-    expected = {}
-    if shards > 1:
-        gathers = 3 if strategy is HYBRID_ZERO2 else 5
-        expected["GATHER"] = gathers, gathers * PSI * 2 * (shards - 1) // shards
-        expected["REDUCE"] = 3, 3 * PSI * 4 * (shards - 1) // shards
-    if replicas > 1:
-        expected["REPLICATE"] = 3, 3 * 2 * (PSI // shards) * 4 * (replicas - 1) // replicas
-    return expected
-
-
-def _three_units() -> nn.Module:
-    linear = partial(nn.Linear, DIM, DIM)
-    return chain(*[partial(chain, linear, linear)] * 3)
+def _expected(mesh: tuple[int, int], strategy: ShardingStrategy) -> dict[torch.dtype, list[int]]:
+    """The messages of a step of three units of PSI bfloat16 elements each, the last of which is
+    kept after forward: numbers of elements by dtype. Gradients are sent in float32."""
+    (replicas, shards), gathers = mesh, 3 if strategy is HYBRID_ZERO2 else 5
+    own = PSI // shards
+    reduced = [own // replicas] * 3 * 2 * (replicas - 1) + [own] * 3 * (shards - 1)
+    expected = {torch.bfloat16: [own] * gathers * (shards - 1), torch.float32: reduced}
+    return {dtype: sizes for dtype, sizes in expected.items() if sizes}
 
 
 @pytest.mark.parametrize(
     ("mesh", "num_ranks"), [(mesh, mesh[0] * mesh[1]) for mesh in MESHES], ids=str
 )
-@on_ranks("num_ranks")
+@on_ranks("num_ranks", environment=MESSAGES)
 def test_a_step_sends_no_more_than_the_formula_says_and_no_sync_reduces_nothing(
     mesh: tuple[int, int], num_ranks: int
 ) -> None:
     way = (_as_mesh, _as_groups, _node_by_node)[MESHES.index(mesh) % 3]
+    linear = partial(nn.Linear, DIM, DIM)
     for strategy in (HYBRID, HYBRID_ZERO2):
         model = FSDP(
-            _three_units(),
+            chain(*[partial(chain, linear, linear)] * 3),
             sharding_strategy=strategy,
             auto_wrap_policy=CustomPolicy(lambda m: isinstance(m, nn.Sequential)),
             mixed_precision=MixedPrecision(torch.bfloat16, torch.float32),
             **way(*mesh),
         )
-        groups = model._runtime.groups
-        axes = {id(axis): axis for group in groups for axis in (group.shard, group.replica)}
-        expected = _expected(mesh, strategy)
         for number, letter in enumerate("ssns"):
-            for axis in axes.values():
-                axis.traffic.clear()
-            with model.no_sync() if letter == "n" else contextlib.nullcontext():
+            context = model.no_sync() if letter == "n" else contextlib.nullcontext()
+            with context, Messages() as messages:
                 square(model, torch.ones(2, DIM)).backward()
-            sent = [
-                (kind.name, (count, axis.traffic.nbytes[kind]))
-                for axis in axes.values()
-                for kind, count in axis.traffic.counts.items()
-                if count
-            ]
+            sent = {dtype: sorted(sizes) for dtype, sizes in messages.sent.items()}
             if letter == "n":
-                assert {kind for kind, _ in sent} <= {"GATHER"}
+                assert sent.keys() <= {torch.bfloat16}
             elif number:  # the first step does not know the order
-                assert sorted(sent) == sorted(expected.items()), "the units share their axes"
+                assert sent == _expected(mesh, strategy)

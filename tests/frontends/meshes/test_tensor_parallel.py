@@ -35,7 +35,6 @@ from fsdp_compat import (
     UsageError,
 )
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat._state.units import clean_name
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.cases import about
 from tests.support.models import DIM, Block
@@ -156,7 +155,7 @@ def mean_square(model: nn.Module, x: Tensor) -> Tensor:
 def shown(model: FSDP, **options: Any) -> Iterator[dict[str, Tensor]]:
     """The full parameters by name, as plain tensors."""
     with FSDP.summon_full_params(model, **options):
-        yield {clean_name(name): p for name, p in model.named_parameters()}
+        yield dict(model.named_parameters())
 
 
 def in_one_call(functions: list[Callable[..., None]], *arguments: Any) -> None:
