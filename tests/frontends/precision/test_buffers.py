@@ -11,20 +11,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as DDP
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat import MixedPrecision, ShardingStrategy, StateDictType
+from fsdp_compat import MixedPrecision, StateDictType
 from fsdp_compat.wrap import ModuleWrapPolicy
+from tests.support.beside_torch import assert_as_torch, trained
 from tests.support.models import DIM, chain
 from tests.support.pairwise import pairwise
-from tests.support.parity import assert_close, backward, both_forms, seeded, square
+from tests.support.parity import backward, both_forms, square
 from tests.support.ranks import on_ranks
 
 FP64, FP32, BF16 = torch.float64, torch.float32, torch.bfloat16
-LOW = MixedPrecision(param_dtype=BF16, reduce_dtype=FP32, buffer_dtype=BF16)
+FIELDS = {"param_dtype": BF16, "reduce_dtype": FP32, "buffer_dtype": BF16}
+LOW = MixedPrecision(**FIELDS)
 
 
 def _states(model: FSDP) -> Iterator[dict[str, Any]]:
@@ -197,17 +197,6 @@ def test_a_buffer_that_several_modules_share_stays_shared() -> None:
 # -- _module_classes_to_ignore
 
 
-def _computes_in(dtype: torch.dtype, module: nn.Module) -> None:
-    """Let a norm compute in ``dtype``, or a linear module, whose parameters are cast, too."""
-    forward = module.forward
-    if isinstance(module, nn.Linear):
-        module.forward = lambda x: F.linear(
-            x.to(dtype), module.weight.to(dtype), module.bias.to(dtype)
-        )
-    else:
-        module.forward = lambda x: forward(x.to(dtype)).to(x.dtype)
-
-
 class Norms(nn.Module):
     def __init__(self, affine: bool, layer_norm: bool) -> None:
         super().__init__()
@@ -217,54 +206,30 @@ class Norms(nn.Module):
         self.head = nn.Linear(DIM, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.between = self.norm(self.first(x)).tanh()
-        return self.head(self.layer(self.last(self.second(self.between))))
+        between = self.norm(self.first(x)).tanh()
+        assert between.dtype == BF16
+        return self.head(self.layer(self.last(self.second(between))))
 
 
 @pairwise
 @both_forms
-@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
-@pytest.mark.parametrize("policy", [None, ModuleWrapPolicy({nn.Linear})])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("units", [(), (nn.Linear,)])
 @pytest.mark.parametrize("affine", [False, True])
 @pytest.mark.parametrize("layer_norm", [False, True])
 @on_ranks(2)
-def test_norms_compute_in_float32_and_keep_the_running_statistics_of_ddp(
+def test_norms_compute_in_float32_and_keep_the_running_statistics_of_torch(
     layer_norm: bool,
     affine: bool,
-    policy: ModuleWrapPolicy | None,
-    strategy: ShardingStrategy,
+    units: tuple[type[nn.Module], ...],
+    strategy: str,
     use_orig_params: bool,
 ) -> None:
-    plain, module = (seeded(partial(Norms, affine, layer_norm)) for _ in range(2))
     classes = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm)
-    for child in plain.modules():
-        if isinstance(child, (nn.Linear, *classes)):
-            _computes_in(BF16 if isinstance(child, nn.Linear) else FP32, child)
-    ddp = DDP(plain, broadcast_buffers=False)
-    model = FSDP(
-        module,
-        auto_wrap_policy=policy,
-        mixed_precision=dataclasses.replace(LOW, _module_classes_to_ignore=classes),
-        use_orig_params=use_orig_params,
-        sharding_strategy=strategy,
-    )
-    optims = [torch.optim.SGD(each.parameters(), 0.05, momentum=0.9) for each in (plain, model)]
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    for _ in range(6):
-        x = torch.randn(6, DIM, generator=generator)
-        losses = square(ddp, x), square(model, x)
-        assert_close(losses[1], losses[0], "loss")
-        assert module.between.dtype == BF16
-        for loss, optim in zip(losses, optims, strict=True):
-            loss.backward()
-            optim.step()
-            optim.zero_grad()
-    expected, state = plain.state_dict(), model.state_dict()
-    assert list(state) == list(expected)
-    assert {buffer.dtype for name, buffer in model.named_buffers() if "running" in name} == {FP32}
-    for name, value in expected.items():
-        assert state[name].dtype == value.dtype
-        assert torch.allclose(state[name].double(), value.double(), rtol=1e-4, atol=1e-5), name
+    precision = {**FIELDS, "_module_classes_to_ignore": classes}
+    options = {"precision": precision, "strategy": strategy, "use_orig_params": use_orig_params}
+    build = partial(Norms, affine, layer_norm)
+    assert_as_torch(partial(trained, build=build, units=units, with_state=True, **options))
 
 
 class Fussy(OnlyBuffers):

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +15,6 @@ from fsdp_compat import MixedPrecision, ShardingStrategy
 from tests.support.models import DIM, Block, RecomputesBlocks, Shifted, Stack, chain
 from tests.support.pairwise import each_value
 from tests.support.parity import (
-    Pair,
     assert_close,
     both_forms,
     make_pair,
@@ -41,19 +37,7 @@ both_strategies = pytest.mark.parametrize(
 )
 
 
-@contextlib.contextmanager
-def _environment(value: str = "1") -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", value)
-        yield
-
-
-def _evaluating(
-    build: Callable[[], nn.Module], precision: MixedPrecision = LOW, **options: Any
-) -> Pair:
-    """The unsharded copy is in float32."""
-    with _environment():
-        return make_pair(build, mixed_precision=precision, **options)
+on_evaluating_ranks = partial(on_ranks, environment={"FSDP_USE_FULL_PREC_IN_EVAL": "1"})
 
 
 def _own_batch() -> Tensor:
@@ -85,12 +69,13 @@ def _assert_gradients(model: nn.Module, expected: dict[str, Tensor], what: str =
         (2, ShardingStrategy.SHARD_GRAD_OP, True),
     ],
 )
-@on_ranks("num_ranks")
+@on_evaluating_ranks("num_ranks")
 def test_full_precision_eval_is_bit_equal_to_unsharded(
     num_ranks: int, strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     options = {"use_orig_params": use_orig_params, "allow_unused_units": use_orig_params}
-    pair = _evaluating(partial(Stack, 2), sharding_strategy=strategy, **options)
+    options |= {"mixed_precision": LOW, "sharding_strategy": strategy}
+    pair = make_pair(partial(Stack, 2), **options)
     model, plain = pair.model, pair.plain
     for step in range(3):
         pair.copy_parameters()
@@ -128,14 +113,14 @@ def _adds_gradients_of_both_modes(model: FSDP, x: Tensor) -> None:
 @both_forms
 @both_strategies
 @pytest.mark.parametrize("reduce_dtype", [FP32, BF16])
-@on_ranks("num_ranks")
+@on_evaluating_ranks("num_ranks")
 def test_evaluation_with_gradients_computes_them_in_full_precision(
     reduce_dtype: torch.dtype, num_ranks: int, strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     """They are still reduced in ``reduce_dtype``."""
     options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
     precision = MixedPrecision(param_dtype=BF16, reduce_dtype=reduce_dtype)
-    pair = _evaluating(partial(Stack, 2), precision, **options)
+    pair = make_pair(partial(Stack, 2), mixed_precision=precision, **options)
     model, plain, x = pair.model, pair.plain, _own_batch()
     square(plain, x).backward()
     for p in plain.parameters():
@@ -151,12 +136,12 @@ def test_evaluation_with_gradients_computes_them_in_full_precision(
     _adds_gradients_of_both_modes(model, x)
 
 
-@on_ranks(2)
+@on_evaluating_ranks(2)
 def test_evaluation_in_full_precision_uses_buffers_in_full_precision() -> None:
     """Buffers that bf16 could not hold, and a batch norm whose statistics are used."""
     linear, norm = partial(nn.Linear, DIM, DIM), partial(nn.BatchNorm1d, DIM)
     for build in (Shifted, partial(chain, linear, norm, Shifted)):
-        pair, x = _evaluating(build), torch.randn(4, DIM)
+        pair, x = make_pair(build, mixed_precision=LOW), torch.randn(4, DIM)
         model, plain = pair.model, pair.plain.eval()
         for when in ("before any training", "after a step"):
             plain.load_state_dict(model.state_dict())
@@ -187,11 +172,12 @@ class Sees(nn.Module):
 @each_value
 @both_forms
 @both_strategies
-@on_ranks("num_ranks")
+@on_evaluating_ranks("num_ranks")
 def test_each_unit_computes_in_the_precision_of_its_own_mode(
     num_ranks: int, strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
-    pair = _evaluating(Sees, sharding_strategy=strategy, use_orig_params=use_orig_params)
+    options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
+    pair = make_pair(Sees, mixed_precision=LOW, **options)
     model, x = pair.model, _own_batch()
     for outer, inner in [(True, False), (False, True), (True, True), (False, False), (True, False)]:
         model.train(outer)
@@ -215,12 +201,12 @@ def test_each_unit_computes_in_the_precision_of_its_own_mode(
 
 
 @pytest.mark.parametrize("allow_unused_units", [False, True])
-@on_ranks(2)
+@on_evaluating_ranks(2)
 def test_eval_between_forward_and_backward_does_not_change_recomputation(
     allow_unused_units: bool,
 ) -> None:
     build = partial(RecomputesBlocks, Block, False, num_blocks=2)
-    pair = _evaluating(build, allow_unused_units=allow_unused_units)
+    pair = make_pair(build, mixed_precision=LOW, allow_unused_units=allow_unused_units)
     model, plain, x = pair.model, pair.plain, _own_batch()
     low = copy.deepcopy(plain).bfloat16()
     trained = square(model, x)
@@ -242,7 +228,8 @@ def test_eval_between_forward_and_backward_does_not_change_recomputation(
 def test_environment_variable_is_read_when_the_model_is_wrapped() -> None:
     found = []
     for value in ("0", "", "true", "1"):
-        with _environment(value):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", value)
             model = FSDP(nn.Linear(DIM, DIM), mixed_precision=MixedPrecision(param_dtype=BF16))
         model.eval()
         with torch.no_grad():

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,17 +17,14 @@ from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import MixedPrecision, ShardingStrategy
 from fsdp_compat.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.support.beside_torch import assert_as_torch, trained
-from tests.support.cases import about
 from tests.support.fully_sharded import sharded_as
 from tests.support.messages import Messages
 from tests.support.models import DIM, Block, GradientIs, Named, Record, Stack, chain
 from tests.support.pairwise import each_value, pairs
 from tests.support.parity import (
-    Pair,
     assert_close,
     backward,
     both_forms,
-    make_pair,
     no_sync,
     square,
     whole_gradients,
@@ -67,46 +63,38 @@ class Probe(nn.Module):
         self.register_buffer("table", torch.linspace(0.1, 0.9, DIM))
 
     def forward(self, x: Tensor) -> Tensor:
-        self.seen = {"input": x.dtype, "param": self.weight.dtype, "buffer": self.table.dtype}
+        self.seen = x.dtype, self.weight.dtype, self.table.dtype
         if self.inner is not None:
             x = x + self.inner(torch.ones(DIM, dtype=FP64)).to(x.dtype)
         return x * self.weight + self.table
 
 
-# (fields of MixedPrecision, what is not float32)
-TABLE: list[tuple[dict[str, Any], dict[str, torch.dtype]]] = [
-    ({}, {}),
-    ({"param_dtype": BF16}, {"input": BF16, "param": BF16, "reduced": BF16}),
-    ({"param_dtype": BF16, "reduce_dtype": FP32}, {"input": BF16, "param": BF16}),
-    ({"param_dtype": BF16, "cast_root_forward_inputs": False}, {"param": BF16, "reduced": BF16}),
-    (
-        {"param_dtype": FP16, "reduce_dtype": BF16, "cast_forward_inputs": True},
-        {"input": FP16, "inner input": FP16, "param": FP16, "reduced": BF16},
-    ),
-    (
-        {"param_dtype": FP64, "cast_forward_inputs": True, "cast_root_forward_inputs": False},
-        {"input": FP64, "param": FP64, "reduced": FP64},
-    ),
-    ({"cast_forward_inputs": True}, {}),
-    ({"reduce_dtype": BF16}, {"reduced": BF16}),
-    ({"buffer_dtype": BF16}, {"buffer": BF16}),
-    ({"keep_low_precision_grads": True}, {}),
-    (
-        {"param_dtype": BF16, "keep_low_precision_grads": True},
-        {"input": BF16, "param": BF16, "reduced": BF16, "grad": BF16},
-    ),
-    (
-        {"param_dtype": BF16, "reduce_dtype": FP32, "keep_low_precision_grads": True},
-        {"input": BF16, "param": BF16},
-    ),
-    (
-        {"param_dtype": FP16, "reduce_dtype": BF16, "keep_low_precision_grads": True},
-        {"input": FP16, "param": FP16, "reduced": BF16, "grad": BF16},
-    ),
-    (
-        {"reduce_dtype": BF16, "keep_low_precision_grads": True},
-        {"reduced": BF16, "grad": BF16},
-    ),
+class Dtypes(NamedTuple):
+    input: torch.dtype
+    inner_input: torch.dtype
+    param: torch.dtype
+    buffer: torch.dtype
+    reduced: torch.dtype
+    grad: torch.dtype
+
+
+# MixedPrecision(param_dtype, reduce_dtype, buffer_dtype, keep_low_precision_grads,
+# cast_forward_inputs, cast_root_forward_inputs), and the dtypes that are seen
+TABLE = [
+    ((), Dtypes(FP32, FP64, FP32, FP32, FP32, FP32)),
+    ((BF16,), Dtypes(BF16, FP64, BF16, FP32, BF16, FP32)),
+    ((BF16, FP32), Dtypes(BF16, FP64, BF16, FP32, FP32, FP32)),
+    ((None, BF16), Dtypes(FP32, FP64, FP32, FP32, BF16, FP32)),
+    ((None, None, BF16), Dtypes(FP32, FP64, FP32, BF16, FP32, FP32)),
+    ((None, None, None, True), Dtypes(FP32, FP64, FP32, FP32, FP32, FP32)),
+    ((BF16, None, None, True), Dtypes(BF16, FP64, BF16, FP32, BF16, BF16)),
+    ((BF16, FP32, None, True), Dtypes(BF16, FP64, BF16, FP32, FP32, FP32)),
+    ((FP16, BF16, None, True), Dtypes(FP16, FP64, FP16, FP32, BF16, BF16)),
+    ((None, BF16, FP64, True), Dtypes(FP32, FP64, FP32, FP64, BF16, BF16)),
+    ((None, None, None, False, True), Dtypes(FP32, FP64, FP32, FP32, FP32, FP32)),
+    ((FP16, BF16, None, False, True), Dtypes(FP16, FP16, FP16, FP32, BF16, FP32)),
+    ((BF16, None, None, False, False, False), Dtypes(FP32, FP64, BF16, FP32, BF16, FP32)),
+    ((BF16, None, None, False, True, False), Dtypes(BF16, BF16, BF16, FP32, BF16, FP32)),
 ]
 
 
@@ -116,24 +104,22 @@ TABLE: list[tuple[dict[str, Any], dict[str, torch.dtype]]] = [
     ("num_ranks", "strategy"),
     [(1, FULL_SHARD), (2, FULL_SHARD), (2, SHARD_GRAD_OP), (2, NO_SHARD)],
 )
-@pytest.mark.parametrize(("fields", "others"), TABLE, ids=[str(fields) for fields, _ in TABLE])
+@pytest.mark.parametrize(("fields", "expected"), TABLE)
 @on_ranks("num_ranks", environment=MESSAGES)
 def test_every_field_sets_its_dtypes_and_no_others(
-    fields: dict[str, Any],
-    others: dict[str, torch.dtype],
+    fields: tuple[Any, ...],
+    expected: Dtypes,
     num_ranks: int,
     strategy: ShardingStrategy,
     use_orig_params: bool,
 ) -> None:
-    expected = dict.fromkeys(("input", "param", "buffer", "reduced", "grad"), FP32)
-    expected |= {"inner input": FP64, **others}
     inner = Probe()
-    options: dict[str, Any] = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
     model = FSDP(
         Probe(inner),
         auto_wrap_policy=CustomPolicy(lambda m: m is inner),
-        mixed_precision=MixedPrecision(**fields),
-        **options,
+        mixed_precision=MixedPrecision(*fields),
+        sharding_strategy=strategy,
+        use_orig_params=use_orig_params,
     )
     optim = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     for pattern in ("s", "nss"):
@@ -141,15 +127,14 @@ def test_every_field_sets_its_dtypes_and_no_others(
             context = no_sync(model) if letter == "n" else contextlib.nullcontext()
             with context, Messages() as messages:
                 backward(square(model, torch.randn(4, DIM)))
-            assert _grad_dtypes(model) <= {expected["grad"]}
-        outer_seen = {name: expected[name] for name in ("input", "param", "buffer")}
-        assert model.module.seen == outer_seen
-        assert inner.seen == {**outer_seen, "input": expected["inner input"]}
-        sent = set() if num_ranks == 1 else {expected["reduced"]}
-        if num_ranks > 1 and strategy is not NO_SHARD:
-            sent.add(expected["param"])
+            assert _grad_dtypes(model) <= {expected.grad}
+        assert model.module.seen == (expected.input, expected.param, expected.buffer)
+        assert inner.seen == (expected.inner_input, expected.param, expected.buffer)
+        sent = {expected.param, expected.reduced}
+        if strategy is NO_SHARD or num_ranks == 1:
+            sent = {expected.reduced} if num_ranks > 1 else set()
         assert pattern == "s" or set(messages.sent) == sent  # the first backward also connects
-        assert _grad_dtypes(model) == {expected["grad"]}
+        assert _grad_dtypes(model) == {expected.grad}
         _assert_halved(model)
         optim.step()
         assert {p.dtype for p in model.parameters()} == {FP32}
@@ -174,8 +159,8 @@ def test_units_with_settings_of_their_own_cast_their_own_parameters_and_buffers(
     policy = CustomPolicy(lambda m: {"mixed_precision": low} if m is inner else False)
     model = FSDP(Probe(inner), auto_wrap_policy=policy, mixed_precision=other)
     model(torch.ones(2, DIM))
-    assert model.module.seen == {"input": FP16, "param": FP16, "buffer": FP16}
-    assert inner.seen == {"input": FP64, "param": BF16, "buffer": BF16}
+    assert model.module.seen == (FP16, FP16, FP16)
+    assert inner.seen == (FP64, BF16, BF16)
 
 
 def _dtypes_in(thing: Any) -> Iterator[torch.dtype]:
@@ -219,66 +204,6 @@ def test_inputs_that_are_cast_get_gradients_of_their_own_dtype() -> None:
 
 
 # -- values of gradients
-
-
-def _assert_rounded(pair: Pair, dtype: torch.dtype) -> None:
-    """Gradients may be rounded either way."""
-    got, eps = _whole(pair.model), torch.finfo(dtype).eps
-    for name, p in pair.plain.named_parameters():
-        assert torch.allclose(got[name], p.grad, rtol=eps, atol=1e-7), name
-
-
-@pytest.mark.parametrize(
-    ("number", "num_ranks", "strategy", "shard_dtype", "use_orig_params"),
-    [
-        (0, 2, FULL_SHARD, FP32, False),
-        (1, 2, FULL_SHARD, FP32, True),
-        (2, 3, FULL_SHARD, BF16, False),
-        (3, 2, SHARD_GRAD_OP, FP64, True),
-        (4, 3, NO_SHARD, FP32, False),
-        (0, 4, HYBRID, FP32, True),
-    ],
-)
-@on_ranks("num_ranks")
-def test_param_dtype_and_reduce_dtype_are_independent(
-    number: int,
-    num_ranks: int,
-    strategy: ShardingStrategy,
-    shard_dtype: torch.dtype,
-    use_orig_params: bool,
-) -> None:
-    """Compare with a loop that casts by hand and adds gradients up in float32 or more. Every two
-    dtypes are combined in one of five calls, by ``number``."""
-    dtypes = (None, BF16, FP16, FP32, FP64)
-    for index, param_dtype in enumerate(dtypes):
-        precision = MixedPrecision(param_dtype, dtypes[(number - index) % 5])
-        compute = param_dtype or shard_dtype
-        travels = precision.reduce_dtype or compute
-        options = {"mixed_precision": precision, "use_orig_params": use_orig_params}
-        pair = make_pair(lambda: Stack(2).to(shard_dtype), **options, **_meshed(strategy))
-        batches, losses = [x.to(shard_dtype) for x in pair.batches()], []
-        sums = [torch.zeros_like(p, dtype=FP64) for p in pair.plain.parameters()]
-        for x in batches:
-            low = copy.deepcopy(pair.plain).to(compute)
-            losses.append(backward(square(low, x.to(compute))))
-            for total, p in zip(sums, low.parameters(), strict=True):
-                total += p.grad.to(travels)
-        for total, p in zip(sums, pair.plain.parameters(), strict=True):
-            p.grad = (total / pair.ranks).to(p.dtype)
-        with about(precision):
-            loss = backward(square(pair.model, batches[pair.rank]))
-            assert_close(loss, losses[pair.rank], "loss")
-            assert {p.dtype for p in pair.model.parameters()} == {shard_dtype}
-            assert _grad_dtypes(pair.model) == {shard_dtype}
-            if travels.itemsize == 2 and strategy is HYBRID:  # replicas add up rounded sums
-                pair.tolerance = 4 * torch.finfo(travels).eps
-                pair.compare_gradients()
-            elif travels.itemsize == 2 and strategy is NO_SHARD:
-                _assert_rounded(pair, travels)  # replicas send back a sum rounded once more
-            elif shard_dtype is BF16:
-                _assert_rounded(pair, BF16)
-            else:
-                pair.compare_and_update()
 
 
 @on_ranks(2)
