@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-import fsdp_compat
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import MixedPrecision, ShardingStrategy, StateDictType
 from fsdp_compat.wrap import CustomPolicy, ModuleWrapPolicy
@@ -25,6 +23,7 @@ from tests.support.models import (
     DIM,
     Block,
     FrozenInCheckpoint,
+    GradientIs,
     Inner,
     Lora,
     Outer,
@@ -39,6 +38,7 @@ from tests.support.parity import (
     make_pair,
     seeded,
     square,
+    train,
     whole_gradients,
 )
 from tests.support.ranks import on_ranks
@@ -113,6 +113,14 @@ def _assert_equal_on_all_ranks(values: dict[str, Tensor | None], what: str) -> N
             )
 
 
+def _assert_shard_group(model: FSDP, replicas: int, shards: int, adjacent: bool) -> None:
+    found, rank = dist.get_process_group_ranks(model.process_group), dist.get_rank()
+    if adjacent:
+        assert found == list(range(rank // shards * shards, (rank // shards + 1) * shards))
+    else:
+        assert sorted(found) == list(range(rank % replicas, replicas * shards, replicas))
+
+
 @pytest.mark.parametrize(
     ("mesh", "num_ranks", "strategy", "use_orig_params"),
     [
@@ -135,6 +143,7 @@ def test_every_mesh_trains_as_unsharded_with_bit_equal_ranks(
         ways = [ways[MESHES.index(mesh) % len(ways)]]
     for way in ways:
         pair = make_pair(Everything, UNITS, **way(*mesh), **options)
+        _assert_shard_group(pair.model, *mesh, adjacent=way is not _backwards)
         for pattern in ("s", "sns") if way is ways[0] else ("sns",):
             pair.backwards(partial(accumulates, pattern))
             _assert_equal_on_all_ranks(
@@ -151,19 +160,7 @@ def test_every_mesh_trains_as_unsharded_with_bit_equal_ranks(
         )
 
 
-# -- the resulting mesh
-
-
-@pytest.mark.parametrize(("mesh", "num_ranks"), [((2, 2), 4), ((1, 4), 4), ((2, 1), 2)], ids=str)
-@on_ranks("num_ranks")
-def test_process_group_is_the_shard_group(mesh: tuple[int, int], num_ranks: int) -> None:
-    (replicas, shards), rank = mesh, dist.get_rank()
-    first = rank // shards * shards
-    for way in WAYS:
-        model = FSDP(Stack(), sharding_strategy=HYBRID, **way(*mesh))
-        found = sorted(dist.get_process_group_ranks(model.process_group))
-        backwards = list(range(rank % replicas, num_ranks, replicas))
-        assert found == (backwards if way is _backwards else list(range(first, first + shards)))
+# -- other meshes
 
 
 @on_ranks(4)
@@ -181,10 +178,6 @@ def test_wrappers_created_by_hand_share_the_groups_of_nodes() -> None:
     assert numbers[0] <= 3  # the world, and this rank's two
     for _ in range(2):
         pair.step()
-
-
-def _one_dimension(replicas: int, shards: int) -> dict[str, Any]:
-    return {"device_mesh": init_device_mesh("cpu", (replicas * shards,))}
 
 
 @pytest.mark.parametrize(
@@ -218,45 +211,31 @@ def test_plain_strategy_shards_over_the_first_mesh_dimension(
             assert torch.equal(getattr(value, "full_tensor", value.clone)(), full[name]), name
 
 
+@pytest.mark.parametrize("strategy", [HYBRID, HYBRID_ZERO2])
 @on_ranks(2)
-def test_a_mesh_of_one_dimension_is_one_copy() -> None:
+def test_a_mesh_of_one_dimension_is_one_copy(strategy: ShardingStrategy) -> None:
     """Where torch raises."""
-    for strategy in (HYBRID, HYBRID_ZERO2):
-        states = []
-        for way in (_one_dimension, _as_mesh):
-            pair = make_pair(Everything, UNITS, sharding_strategy=strategy, **way(1, 2))
-            for _ in range(2):
-                pair.step()
-            assert dist.get_process_group_ranks(pair.model.process_group) == [0, 1]
-            states.append(pair.model.state_dict())
-        assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+    options = {"sharding_strategy": strategy, "device_mesh": init_device_mesh("cpu", (2,))}
+    pair = train(Everything, UNITS, **options)
+    _assert_shard_group(pair.model, 1, 2, adjacent=True)
 
 
 # -- mixed precision
 
 
+@pytest.mark.parametrize("mesh", [(4, 1), (2, 2), (1, 4)])
 @on_ranks(4)
-def test_bf16_shards_with_float32_reduction_are_rounded_once() -> None:
+def test_bf16_shards_with_float32_reduction_are_rounded_once(mesh: tuple[int, int]) -> None:
     """The mean of four rows is the float32 mean, rounded once, as with torch."""
     rows = torch.randn(4, 64, generator=torch.Generator().manual_seed(5)).bfloat16()
-    for library, mesh in (
-        (fsdp_compat, (4, 1)),
-        (fsdp_compat, (2, 2)),
-        (fsdp_compat, (1, 4)),
-        (torch_fsdp, (2, 2)),
-    ):
-        linear = nn.Linear(64, 1, bias=False, dtype=torch.bfloat16)
-        model = library.FullyShardedDataParallel(
-            linear,
-            sharding_strategy=library.ShardingStrategy.HYBRID_SHARD,
-            mixed_precision=library.MixedPrecision(reduce_dtype=torch.float32),
-            device_id=torch.device("cpu"),
-            use_orig_params=True,
-            **_as_mesh(*mesh),
-        )
-        model(rows[dist.get_rank()][None]).sum().backward()
-        with type(model).summon_full_params(model, writeback=False, with_grads=True):
-            assert torch.equal(linear.weight.grad[0], rows.float().mean(0).bfloat16()), mesh
+    model = FSDP(
+        GradientIs(64, torch.bfloat16),
+        sharding_strategy=HYBRID,
+        mixed_precision=MixedPrecision(reduce_dtype=torch.float32),
+        **_as_mesh(*mesh),
+    )
+    model(rows[dist.get_rank()]).backward()
+    assert torch.equal(whole_gradients(model)["weight"], rows.float().mean(0).bfloat16())
 
 
 # -- checkpoints

@@ -69,43 +69,31 @@ def test_frozen_weights_beside_trainable_ones_are_bit_equal_to_torch() -> None:
 # -- a sample of combinations
 
 
+FIELDS: dict[str, list[Any]] = {  # on the CPU, and with FlatParameters of one kind
+    "strategy": STRATEGIES,
+    "precision": ["fp32"],
+    "offload": [False],
+    "frozen": ["", "unit"],
+    "clip": [""],
+    "comm_hook": [False],
+    "evaluates": [False],
+}
+
+
 def _comparable(case: Case) -> Case:
     """Torch fails with a reentrant checkpoint over a part of a unit, and with frozen parameters in
-    a FlatParameter with others.
-
-    With NO_SHARD it reduces accumulated gradients again in each backward: the same average, rounded
-    more often.
-    """
+    a FlatParameter with others. With NO_SHARD it reduces accumulated gradients again in each
+    backward: the same average, rounded more often."""
+    change = partial(dataclasses.replace, case)
     if case.strategy == "NO_SHARD" and case.backwards.count("s") > 1:
-        case = dataclasses.replace(case, backwards="nns")
+        return _comparable(change(backwards="nns"))
     if case.reentrant and case.wrapping == "root":
-        case = dataclasses.replace(case, checkpoint=case.checkpoint.split()[0])
-    return (
-        dataclasses.replace(case, frozen="")
-        if case.wrapping == "root" and not case.use_orig_params
-        else case
-    )
-
-
-def _draw(rng: random.Random) -> list[Case]:
-    """Draw cases that torch supports: on the CPU, without offload, and with FlatParameters that are
-    trainable or frozen as a whole."""
-    cases = draw_cases(
-        rng,
-        at_most(9, of_all=14),
-        strategy=STRATEGIES,
-        precision=["fp32"],
-        offload=[False],
-        frozen=["", "unit"],
-        clip=[""],
-        comm_hook=[False],
-        evaluates=[False],
-    )
-    return [_comparable(case) for case in cases]
+        return _comparable(change(checkpoint=case.checkpoint.split()[0]))
+    return change(frozen="") if case.wrapping == "root" and not case.use_orig_params else case
 
 
 @pytest.mark.slow
 @on_ranks(2)
 def test_any_settings_train_bit_equal_to_torch() -> None:
-    for case in _draw(random.Random(0)):
+    for case in map(_comparable, draw_cases(random.Random(0), at_most(9, of_all=14), **FIELDS)):
         assert_as_torch(partial(values_of_training, case), case)

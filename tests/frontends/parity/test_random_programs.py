@@ -20,6 +20,8 @@ from tests.support.sampling import at_most, sample
 
 pytestmark = pytest.mark.slow
 
+SHARD_GRAD_OP = ShardingStrategy.SHARD_GRAD_OP
+
 scripts = st.builds(Script.drawn, st.randoms(use_true_random=False))
 STYLES = ["two backwards, one under no_sync", "two backwards", "one backward", "two graphs"]
 Step = tuple[str, Script, Script]
@@ -50,17 +52,14 @@ def _train(programs: list[Step], **options: Any) -> None:
         pair.step(partial(_take, step), zeros=True)
 
 
-RUNS: dict[str, tuple[int, dict[str, Any]]] = {  # number of ranks, options
-    "use_orig_params, kept after forward": (
-        2,
-        {"use_orig_params": True, "sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
-    ),
-    "unused units allowed": (2, {"allow_unused_units": True}),
-    "replicas": (4, {"replicas": 2}),
-    "three ranks": (3, {}),
-    "one rank": (1, {"use_orig_params": True}),
-    "default": (2, {}),
-    "no prefetch": (2, {"backward_prefetch": None}),
+RUNS: dict[str, dict[str, Any]] = {
+    "kept after forward": {"use_orig_params": True, "sharding_strategy": SHARD_GRAD_OP},
+    "unused units allowed": {"allow_unused_units": True},
+    "replicas": {"num_ranks": 4, "replicas": 2},
+    "three ranks": {"num_ranks": 3},
+    "one rank": {"num_ranks": 1, "use_orig_params": True},
+    "default": {},
+    "no prefetch": {"backward_prefetch": None},
 }
 
 
@@ -68,5 +67,5 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {  # number of ranks, options
 @settings(max_examples=at_most(4, of_all=15))
 @given(programs=st.lists(steps, min_size=1, max_size=3))
 def test_random_programs_train_as_unsharded(name: str, programs: list[Step]) -> None:
-    num_ranks, options = RUNS[name]
-    run_ranks(num_ranks, _train, programs, **options)
+    options = {"num_ranks": 2, **RUNS[name]}
+    run_ranks(options.pop("num_ranks"), _train, programs, **options)
