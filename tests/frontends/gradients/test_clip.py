@@ -416,20 +416,22 @@ def test_torch_clip_grad_norm_of_a_plain_module_is_unchanged() -> None:
     dist.barrier()
 
 
+@pytest.mark.parametrize("dtype", [FP32, BF16])
 @on_ranks(4)
-def test_ranks_without_clipped_gradients_take_part() -> None:
+def test_ranks_without_clipped_gradients_take_part(dtype: torch.dtype) -> None:
     """Two of the four ranks hold no elements."""
-    model = FSDP(nn.Linear(3, 1), use_orig_params=True)
-    found = []
-    for clip in (
-        partial(model.clip_grad_norm_, 0.5),
-        partial(_by_torch, model, 0.5),
-        partial(clip_grad_norm_, [model.bias], 0.5),
+    model = FSDP(nn.Linear(3, 1, dtype=dtype), use_orig_params=True)
+    for clip, expected in (
+        (partial(model.clip_grad_norm_, 0.5), 10**0.5),
+        (partial(_by_torch, model, 0.5), 10**0.5),
+        (partial(clip_grad_norm_, [model.bias], 0.5), 1.0),
     ):
         model.zero_grad()
-        model(torch.tensor([2.0, 1.0, 2.0])).sum().backward()
-        found.append(clip().item())
-    assert found == pytest.approx([10**0.5, 10**0.5, 1.0])
+        model(torch.tensor([2.0, 1.0, 2.0], dtype=dtype)).sum().backward()
+        norm = clip()
+        if expected > 1:  # of all gradients
+            assert norm.dtype is dtype
+        assert norm.item() == pytest.approx(expected, rel=RTOL if dtype is FP32 else 2**-8)
 
 
 # -- dtypes, and gradients that a rank has no part of

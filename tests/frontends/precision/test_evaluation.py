@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -61,32 +62,38 @@ def _assert_gradients(model: nn.Module, expected: dict[str, Tensor], what: str =
         assert_close(grad, expected[name], f"{what}: gradient of {name}")
 
 
+LINEAR, NORM = partial(nn.Linear, DIM, DIM), partial(nn.BatchNorm1d, DIM)
+
+
 @pytest.mark.parametrize(
-    ("num_ranks", "strategy", "use_orig_params"),
+    ("build", "num_ranks", "strategy", "use_orig_params"),
     [
-        (3, ShardingStrategy.FULL_SHARD, True),
-        (2, ShardingStrategy.SHARD_GRAD_OP, False),
-        (2, ShardingStrategy.SHARD_GRAD_OP, True),
+        (partial(Stack, 2), 3, ShardingStrategy.FULL_SHARD, True),
+        (Shifted, 2, ShardingStrategy.SHARD_GRAD_OP, False),
+        (partial(chain, LINEAR, NORM, Shifted), 2, ShardingStrategy.SHARD_GRAD_OP, True),
     ],
 )
 @on_evaluating_ranks("num_ranks")
 def test_full_precision_eval_is_bit_equal_to_unsharded(
-    num_ranks: int, strategy: ShardingStrategy, use_orig_params: bool
+    build: Any, num_ranks: int, strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
+    """Even buffers that bf16 could not hold, and statistics of a batch norm."""
     options = {"use_orig_params": use_orig_params, "allow_unused_units": use_orig_params}
     options |= {"mixed_precision": LOW, "sharding_strategy": strategy}
-    pair = make_pair(partial(Stack, 2), **options)
-    model, plain = pair.model, pair.plain
+    pair = make_pair(build, **options)
+    model, plain = pair.model, pair.plain.eval()
     for step in range(3):
-        pair.copy_parameters()
+        plain.load_state_dict(model.state_dict())
         x, other = pair.batches()[pair.rank], pair.batches()[pair.rank]
         for context in (torch.no_grad, torch.inference_mode):
             model.eval()
             with context():
                 assert torch.equal(model(x), plain(x)), f"step {step}: not the output in float32"
+            assert {b.dtype for n, b in model.named_buffers() if "shift" in n} <= {FP32}
             pair.assert_idle()
             model.train()
         square(model, other).backward()
+        assert {b.dtype for n, b in model.named_buffers() if "shift" in n} <= {BF16}
         pair.assert_idle()
         pair.optim.step()
         pair.optim.zero_grad()
@@ -134,27 +141,6 @@ def test_evaluation_with_gradients_computes_them_in_full_precision(
         pair.assert_idle()
         model.zero_grad()
     _adds_gradients_of_both_modes(model, x)
-
-
-@on_evaluating_ranks(2)
-def test_evaluation_in_full_precision_uses_buffers_in_full_precision() -> None:
-    """Buffers that bf16 could not hold, and a batch norm whose statistics are used."""
-    linear, norm = partial(nn.Linear, DIM, DIM), partial(nn.BatchNorm1d, DIM)
-    for build in (Shifted, partial(chain, linear, norm, Shifted)):
-        pair, x = make_pair(build, mixed_precision=LOW), torch.randn(4, DIM)
-        model, plain = pair.model, pair.plain.eval()
-        for when in ("before any training", "after a step"):
-            plain.load_state_dict(model.state_dict())
-            model.eval()
-            with torch.no_grad():
-                assert torch.equal(model(x), plain(x)), when
-            model.train()
-            square(model, x).backward()
-            model.zero_grad()
-        for mode, dtype in ((False, FP32), (True, BF16)):
-            model.train(mode)
-            model(x)
-            assert {b.dtype for n, b in model.named_buffers() if "shift" in n} == {dtype}
 
 
 class Sees(nn.Module):
