@@ -463,49 +463,84 @@ class Part(nn.Module):
         return h, {"second": h * 0.5 + x}
 
 
+@dataclass(frozen=True)
+class Line:
+    """One line of a program: a part is called with earlier values, in one of ten ways. Parts and
+    values are given by their numbers."""
+
+    first: int
+    second: int
+    part: int
+    how: int
+    other: int = 0  # the part after the first one, both in one checkpoint
+    takes_second: bool = False  # of the two outputs
+    adds: int | None = None  # a value that is added to the output
+
+
+@dataclass(frozen=True)
+class Script:
+    """A straight-line program over units, and the values that make up each of its two losses."""
+
+    lines: tuple[Line, ...]
+    losses: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def drawn(cls, rng: random.Random) -> Script:
+        """Equal for equal ``rng``, which hypothesis may give."""
+        lines = list[Line]()
+        for _ in range(rng.randint(3, 9)):
+            values = range(len(lines) + 2)
+            first, second, part = rng.choice(values), rng.choice(values), rng.choice(range(8))
+            how = rng.randrange(10)
+            other = rng.choice(range(8)) if how == 5 else 0
+            takes_second = how != 3 and rng.random() < 0.4
+            adds = None if rng.random() < 0.7 else rng.choice(values)
+            lines.append(Line(first, second, part, how, other, takes_second, adds))
+        values = range(len(lines) + 2)
+        return cls(tuple(lines), tuple((*rng.sample(values, 2),) for _ in range(2)))
+
+
 class Program(nn.Module):
-    """A straight-line program over units, drawn from ``rng``: equal for equal ``rng``."""
+    """Runs scripts over its units."""
 
     def __init__(self) -> None:
         super().__init__()
         self.parts, self.stem = nn.ModuleList(Part(kind) for kind in range(8)), nn.Linear(DIM, DIM)
 
-    def forward(self, x: Tensor, rng: random.Random) -> list[Tensor]:
-        """Return two losses."""
+    def forward(self, x: Tensor, script: Script | random.Random) -> list[Tensor]:
+        """Return two losses. script: it is drawn, if a source of random numbers is given."""
+        script = script if isinstance(script, Script) else Script.drawn(script)
         values = [self.stem(x), x]
-        for _ in range(rng.randint(3, 9)):
-            out = self._call(rng, rng.choice(values), rng.choice(values))
+        for line in script.lines:
+            out = self._call(line, values[line.first], values[line.second])
             if not isinstance(out, Tensor):
-                out = out[1]["second"] if rng.random() < 0.4 else out[0]
-            values.append(out if rng.random() < 0.7 else out + rng.choice(values) * 0.3)
+                out = out[1]["second"] if line.takes_second else out[0]
+            values.append(out if line.adds is None else out + values[line.adds] * 0.3)
         return [
-            _sum(v.pow(2).mean() for v in rng.sample(values, 2)) + values[-1].mean()
-            for _ in range(2)
+            values[first].pow(2).mean() + values[second].pow(2).mean() + values[-1].mean()
+            for first, second in script.losses
         ]
 
-    def _call(self, rng: random.Random, a: Tensor, b: Tensor) -> Any:
-        part, how = rng.choice(list(self.parts)), rng.randrange(10)
-        if how == 0:
-            return part(a.detach())
-        if how == 1:
-            with torch.no_grad():
-                return part(a, b)
-        if how == 2:
-            return checkpoint(part, a, b, use_reentrant=False)
-        if how == 3:
-            return checkpoint(lambda a, b: part(a, b)[0], a, b, use_reentrant=True)
-        if how == 4:
-            return part(a, late=lambda: b)
-        if how == 5:
-            other = rng.choice(list(self.parts))
-            return checkpoint(lambda a, b: other(part(a)[0], b), a, b, use_reentrant=False)
-        if how == 6:
-            return part(a.clone().mul_(0.9), b)
-        return part(a, b if how == 7 else None)
-
-
-def _sum(values: Any) -> Any:
-    return sum(values)
+    def _call(self, line: Line, a: Tensor, b: Tensor) -> Any:
+        part, other = self.parts[line.part], self.parts[line.other]
+        match line.how:
+            case 0:
+                return part(a.detach())
+            case 1:
+                with torch.no_grad():
+                    return part(a, b)
+            case 2:
+                return checkpoint(part, a, b, use_reentrant=False)
+            case 3:
+                return checkpoint(lambda a, b: part(a, b)[0], a, b, use_reentrant=True)
+            case 4:
+                return part(a, late=lambda: b)
+            case 5:
+                return checkpoint(lambda a, b: other(part(a)[0], b), a, b, use_reentrant=False)
+            case 6:
+                return part(a.clone().mul_(0.9), b)
+            case how:
+                return part(a, b if how == 7 else None)
 
 
 # -- made of parts

@@ -5,19 +5,18 @@ from __future__ import annotations
 
 import contextlib
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat import MixedPrecision, ShardingStrategy, fully_shard
-from fsdp_compat._comm.transport import Kind
-from fsdp_compat.wrap import ModuleWrapPolicy
-from tests.support.models import DIM, Block, Stack, Switch
-from tests.support.pairwise import each_value
+from fsdp_compat import MixedPrecision, ShardingStrategy
+from tests.support.fully_sharded import sharded_as
+from tests.support.messages import Messages
+from tests.support.models import DIM, Stack, Switch
+from tests.support.pairwise import each_value, pairwise
 from tests.support.parity import (
+    Step,
     accumulates,
     assert_same_values,
     backward,
@@ -30,6 +29,9 @@ from tests.support.parity import (
     whole_gradients,
 )
 from tests.support.ranks import on_ranks, run_ranks
+from tests.support.same_host import MESSAGES
+
+BF16, FP32 = torch.bfloat16, torch.float32
 
 
 @each_value
@@ -54,6 +56,10 @@ def test_any_pattern_of_synchronised_backwards_adds_up_all_gradients(
     train(Stack, step=partial(accumulates, pattern), replicas=replicas, **options)
 
 
+def _uses(units: str, m: nn.Module, x: Tensor) -> Tensor:
+    return backward(m(x, units).pow(2).mean())
+
+
 def _forward_under_no_sync_backward_outside(m: nn.Module, x: Tensor) -> Tensor:
     with no_sync(m):
         first = backward(square(m, x))
@@ -61,71 +67,45 @@ def _forward_under_no_sync_backward_outside(m: nn.Module, x: Tensor) -> Tensor:
     return first + backward(second)
 
 
-@both_forms
-@on_ranks(2)
-def test_no_sync_applies_to_the_backward_not_the_forward(use_orig_params: bool) -> None:
-    step = _forward_under_no_sync_backward_outside
-    train(Stack, step=step, use_orig_params=use_orig_params)
-
-
-def _uses_a_unit_in_the_first_pass_only(m: nn.Module, x: Tensor) -> Tensor:
+def _uses_a_unit_only_under_no_sync(m: nn.Module, x: Tensor) -> Tensor:
     with no_sync(m):
-        first = backward(m(x, "ab").pow(2).mean())
-    return first + backward(m(x, "a").pow(2).mean())
+        first = _uses("ab", m, x)
+    return first + _uses("a", m, x)
 
 
 @both_forms
+@pytest.mark.parametrize(
+    ("build", "step"),
+    [
+        (Stack, _forward_under_no_sync_backward_outside),
+        (Switch, _uses_a_unit_only_under_no_sync),
+    ],
+)
 @on_ranks(2)
-def test_parameters_used_only_in_an_unsynchronised_backward_are_reduced_by_the_next_one(
-    use_orig_params: bool,
+def test_a_backward_outside_no_sync_reduces_all_gradients_that_exist(
+    build: type[nn.Module], step: Step, use_orig_params: bool
 ) -> None:
-    train(Switch, step=_uses_a_unit_in_the_first_pass_only, use_orig_params=use_orig_params)
+    train(build, step=step, use_orig_params=use_orig_params)
 
 
-@each_value
+@pairwise
 @both_forms
 @pytest.mark.parametrize("before", ["n", "nn", "sn"])
+@pytest.mark.parametrize("after", ["ab", "a"])
 @pytest.mark.parametrize("set_to_none", [True, False])
 @on_ranks(2)
-def test_zero_grad_drops_unsynchronised_gradients(
-    set_to_none: bool, before: str, use_orig_params: bool
-) -> None:
-    """before: patterns of backwards whose gradients zero_grad drops."""
-    pair = make_pair(Stack, use_orig_params=use_orig_params)
-    for _ in range(3):
-        batches = pair.batches()
-        for x in batches:
-            square(pair.plain, x).backward()
-        pair.average_plain_gradients()
-        x = batches[pair.rank]
-        for letter in before:
-            with pair.model.no_sync() if letter == "n" else contextlib.nullcontext():
-                square(pair.model, x * 3).backward()
-        pair.optim.zero_grad(set_to_none=set_to_none)
-        square(pair.model, x).backward()
-        pair.compare_and_update()
-
-
-@both_forms
-@pytest.mark.parametrize("set_to_none", [True, False])
-@on_ranks(2)
-def test_zero_grad_clears_units_that_the_next_backward_does_not_use(
-    set_to_none: bool, use_orig_params: bool
+def test_zero_grad_drops_gradients_of_no_sync_even_where_the_next_backward_has_none(
+    set_to_none: bool, after: str, before: str, use_orig_params: bool
 ) -> None:
     pair = make_pair(Switch, use_orig_params=use_orig_params)
     for _ in range(2):
-        batches = pair.batches()
-        for x in batches:
-            pair.plain(x, "ab").pow(2).mean().backward()
-        with pair.model.no_sync():
-            pair.model(batches[pair.rank], "ab").pow(2).mean().backward()
-        for optim in (pair.plain_optim, pair.optim):
+        x = 3 * pair.batches()[pair.rank]
+        for model, optim in ((pair.plain, pair.plain_optim), (pair.model, pair.optim)):
+            for letter in before:
+                with no_sync(model) if letter == "n" else contextlib.nullcontext():
+                    _uses("ab", model, x)
             optim.zero_grad(set_to_none=set_to_none)
-        for x in batches:
-            pair.plain(x, "a").pow(2).mean().backward()
-        pair.average_plain_gradients()
-        pair.model(batches[pair.rank], "a").pow(2).mean().backward()
-        pair.compare_and_update()
+        pair.step(partial(_uses, after))
 
 
 @on_ranks(2)
@@ -133,68 +113,59 @@ def test_gradients_scaled_in_place_between_backwards_keep_unsynchronised_ones() 
     """No rank's part of a gradient is zero."""
     pair = make_pair(Stack)
     batches = pair.batches()
-    own = batches[pair.rank]
     for x in batches:
-        square(pair.plain, x).backward()
-    for p in pair.plain.parameters():
-        p.grad.mul_(0.5)
-    for x in batches:
-        square(pair.plain, x * 2).backward()
-        square(pair.plain, x * 3).backward()
+        for factor in (2, 3):
+            backward(square(pair.plain, x * factor))
+        backward(square(pair.plain, x) / 2)
     pair.average_plain_gradients()
 
-    square(pair.model, own).backward()
+    own = batches[pair.rank]
+    backward(square(pair.model, own))
     with pair.model.no_sync():
-        square(pair.model, own * 2).backward()
+        backward(square(pair.model, own * 2))
     for p in pair.model.parameters():
         p.grad.mul_(0.5)
-    square(pair.model, own * 3).backward()
+    backward(square(pair.model, own * 3))
     pair.compare_and_update()
 
 
-class Table(nn.Module):
-    """With 2 ranks the second one holds rows whose gradient is zero."""
+class Lookup(nn.Module):
+    """Only row 0 of the table has a gradient: none of the rows of the second of two ranks."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.rows = nn.Parameter(torch.randn(6, DIM))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.rows[0]
-
-
-class Optional(nn.Module):
-    """``use``: whether the table is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.last = Table(), nn.Linear(DIM, DIM)
+        self.table, self.last = nn.Embedding(6, DIM), nn.Linear(DIM, DIM)
 
     def forward(self, x: Tensor, use: bool) -> Tensor:
-        return self.last(self.table(x) if use else x)
+        row = self.table(torch.zeros(1, dtype=torch.int64)) if use else 1.0
+        return self.last(x * row).sum()
 
 
-def _zeroes_on_one_rank(use_orig_params: bool) -> tuple[int, list[float]]:
-    """Return the number of reduced groups, and the table's gradient before and after."""
-    pair = make_pair(Optional, (Table,), use_orig_params=use_orig_params)
-    x, shard = torch.ones(2, DIM), pair.model._runtime.groups[0].shard
-    pair.model(x, True).sum().backward()
-    with pair.model.no_sync():
-        pair.model(x, True).sum().backward()
-    for p in pair.model.parameters():
-        p.grad.mul_(0.5)  # it was zero for the table on the second rank, and it is zero
-    (parameter,) = pair.model.table.parameters()
-    seen = [parameter.grad.flatten()[0].item()]
-    shard.traffic.clear()
-    pair.model(x, False).sum().backward()
-    seen.append(parameter.grad.flatten()[0].item())
-    return shard.traffic.counts[Kind.REDUCE], seen
+def _zeroes_on_one_rank(use_orig_params: bool) -> tuple[list[int], list[float]]:
+    """Return the sizes of the gradients that the last backward sends, and an element of the
+    table's gradient before and after it."""
+    options = {"mixed_precision": MixedPrecision(param_dtype=BF16, reduce_dtype=FP32)}
+    options |= {"use_orig_params": use_orig_params}
+    model = make_pair(Lookup, (nn.Embedding,), **options).model
+    x = torch.ones(2, DIM)
+    backward(model(x, True))
+    with model.no_sync():
+        backward(model(x, True))
+    for p in model.parameters():
+        p.grad.mul_(0.5)  # the table's was zero on the second rank, and still is
+    (parameter,) = model.table.parameters()
+    loss, seen = model(x, False), [parameter.grad.flatten()[0].item()]
+    with Messages() as messages:
+        backward(loss)
+    return messages.sent[FP32], [*seen, parameter.grad.flatten()[0].item()]
 
 
 @both_forms
 def test_what_is_zero_on_one_rank_does_not_change_what_is_reduced(use_orig_params: bool) -> None:
-    (first, seen), (second, zeros) = run_ranks(2, _zeroes_on_one_rank, use_orig_params)
-    assert first == second == 2
+    (first, seen), (second, zeros) = run_ranks(
+        2, _zeroes_on_one_rank, use_orig_params, environment=MESSAGES
+    )
+    assert sorted(first) == sorted(second) == [6 * DIM // 2, (DIM + 1) * DIM // 2]
     assert seen[0] and seen[1] / seen[0] == pytest.approx(2)  # half of the unsynchronised gradient
     assert zeros == [0, 0]
 
@@ -204,18 +175,17 @@ def test_what_is_zero_on_one_rank_does_not_change_what_is_reduced(use_orig_param
 def test_grad_does_not_contain_gradients_of_no_sync_before_they_are_reduced(
     use_orig_params: bool,
 ) -> None:
-    precision = MixedPrecision(param_dtype=torch.bfloat16)
+    precision = MixedPrecision(param_dtype=BF16)
     model = make_pair(Stack, mixed_precision=precision, use_orig_params=use_orig_params).model
     with model.no_sync():
-        square(model, torch.randn(4, DIM)).backward()
-    for parameter in model.parameters():
-        assert parameter.grad is None or not parameter.grad.any()
-    square(model, torch.randn(4, DIM)).backward()
-    assert any(p.grad is not None and p.grad.any() for p in model.parameters())
-    assert all(p.grad is None or p.grad.dtype == torch.float32 for p in model.parameters())
+        backward(square(model, torch.randn(4, DIM)))
+    assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
+    backward(square(model, torch.randn(4, DIM)))
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    assert {(grad.dtype, bool(grad.any())) for grad in grads} == {(FP32, True)}
 
 
-@pytest.mark.parametrize("front_end", ["flat", "original", "rows"])
+@pytest.mark.parametrize("front_end", ["flat", "original", "ours"])
 @pytest.mark.parametrize("ranks", [1, 2])
 @on_ranks("ranks")
 def test_hooks_on_gradients_from_before_and_after_wrapping_change_them(
@@ -227,28 +197,15 @@ def test_hooks_on_gradients_from_before_and_after_wrapping_change_them(
     mask = torch.ones(2 * DIM, DIM).index_fill(0, torch.tensor([0, 3]), 0)
     for model in (plain, inner):
         model.blocks[0].up.weight.register_hook(lambda grad: grad * mask)
-        removed = model.blocks[1].up.weight.register_hook(torch.zeros_like)
-    if front_end == "rows":
-        for block in inner.blocks:
-            fully_shard(block)
-        sharded: Any = fully_shard(inner)
-    else:
-        sharded = FSDP(
-            inner,
-            auto_wrap_policy=ModuleWrapPolicy({Block}),
-            use_orig_params=front_end == "original",
-        )
-    removed.remove()  # of the sharded model alone
-    plain.blocks[1].up.weight._backward_hooks.clear()
+    removed = inner.blocks[1].up.weight.register_hook(torch.zeros_like)
+    sharded = sharded_as(front_end, inner)
+    removed.remove()
     for model in (plain, sharded):
         for p in model.blocks[1].parameters():
             p.register_hook(lambda grad: -2 * grad)
     x = torch.randn(4, DIM, generator=torch.Generator().manual_seed(0))
-    for _ in range(2):
-        with no_sync(sharded):
-            for model in (plain, sharded):
-                backward(square(model, x))
-        for model in (plain, sharded):
-            backward(square(model, x))
+    for model in (plain, sharded):
+        for _ in range(2):
+            accumulates("ns", model, x)
     expected = {name: p.grad for name, p in plain.named_parameters()}
     assert_same_values(whole_gradients(sharded), expected, "gradient")

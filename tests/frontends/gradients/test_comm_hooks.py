@@ -7,7 +7,7 @@ import copy
 import itertools
 import pickle
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -20,12 +20,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compat import CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat._comm.transport import Kind
 from tests.support.beside_torch import assert_as_torch, trained
+from tests.support.messages import Messages
 from tests.support.models import DIM, Block, GradientIs, Lora, Outer, Stack, Switch, chain
 from tests.support.pairwise import each_value, pairs
 from tests.support.parity import (
-    Step,
     assert_close,
     backward,
     both_forms,
@@ -38,10 +37,10 @@ from tests.support.parity import (
     wide_vectors,
 )
 from tests.support.ranks import on_ranks, run_ranks
+from tests.support.same_host import MESSAGES
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID, HYBRID_ZERO2 = ShardingStrategy
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 
 
 class Averages:
@@ -56,9 +55,7 @@ class Averages:
         state.append(len(self.calls))
         self.dtypes |= {grad.dtype} if output is None else {grad.dtype, output.dtype}
         self.calls.append((grad.numel(),) if output is None else (grad.numel(), output.numel()))
-        assert grad.dim() == 1
-        assert grad.is_contiguous()
-        assert not grad.requires_grad
+        assert (grad.dim(), grad.is_contiguous(), grad.requires_grad) == (1, True, False)
         total = grad.float()
         dist.all_reduce(total, group=self.group)
         total /= dist.get_world_size(self.group)
@@ -74,18 +71,8 @@ class Averages:
 
 @each_value
 @both_forms
-@pytest.mark.parametrize(
-    ("num_ranks", "strategy"),
-    [
-        (1, FULL_SHARD),
-        (1, NO_SHARD),
-        (2, FULL_SHARD),
-        (2, SHARD_GRAD_OP),
-        (2, NO_SHARD),
-        (3, FULL_SHARD),
-        (3, NO_SHARD),
-    ],
-)
+@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @on_ranks("num_ranks")
 def test_a_hook_is_called_once_per_unit_and_backward_with_flat_gradients(
     num_ranks: int, strategy: ShardingStrategy, use_orig_params: bool
@@ -99,17 +86,12 @@ def test_a_hook_is_called_once_per_unit_and_backward_with_flat_gradients(
         square(pair.model, torch.ones(2, DIM)).backward()
     pair.optim.zero_grad()
     pair.step(one_backward)
-    expected = []
-    for group in pair.model._runtime.groups:
-        numel, ranks = group.store.numel, group.shard.ranks
-        expected.append((numel,) if ranks == 1 else (ranks * numel, numel))
-    assert len(expected) == 4
-    assert sorted(hook.calls) == sorted(expected * 3), "none under no_sync"
-    assert state == list(range(12)), "the registered state itself is passed"
+    assert state == list(range(12)), "the registered state itself is passed, never under no_sync"
     assert hook.dtypes == {FP32}
-    # The hook gets the gradients of all wrapped parameters, with nothing but padding in between.
-    whole = sum(call[0] for call in expected)
-    assert whole >= sum(p.numel() for p in pair.plain.parameters())
+    splits = num_ranks > 1 and strategy is not NO_SHARD
+    for (numel, *shard), unit_numel in zip(sorted(hook.calls), [99] * 3 + [296] * 9, strict=True):
+        assert unit_numel <= numel < unit_numel + 4 * num_ranks, "nothing but padding in between"
+        assert shard == ([numel / num_ranks] if splits else [])
 
 
 def _nothing(state: list[int], grad: Tensor, output: Tensor | None = None) -> None:
@@ -120,21 +102,18 @@ def _nothing(state: list[int], grad: Tensor, output: Tensor | None = None) -> No
 
 @both_forms
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
-@on_ranks(2)
+@on_ranks(2, environment=MESSAGES)
 def test_result_of_the_hook_is_the_gradient(
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     pair = make_pair(Stack, sharding_strategy=strategy, use_orig_params=use_orig_params)
     pair.model.register_comm_hook([], _nothing)
-    group = pair.model._runtime.groups[0]
     x = vectors(torch.Generator().manual_seed(dist.get_rank()))
     for times in (1, 2):
-        for axis in (group.shard, group.replica):
-            axis.traffic.clear()
-        square(pair.model, x).backward()
-        for axis in (group.shard, group.replica):
-            assert Kind.REDUCE not in axis.traffic.counts
-            assert Kind.REPLICATE not in axis.traffic.counts
+        loss = square(pair.model, x)
+        with Messages() as messages:
+            loss.backward()
+        assert strategy is FULL_SHARD or not messages.sent  # which gathers parameters again
         square(pair.plain, x).backward()
         grads = whole_gradients(pair.model)
         for name, p in pair.plain.named_parameters():
@@ -159,12 +138,12 @@ def test_hook_may_keep_its_arguments(strategy: ShardingStrategy) -> None:
     for _ in range(2):
         pair.step(one_backward)
         for tensor, value in kept:
-            assert tensor.untyped_storage().nbytes() >= tensor.nbytes, (
-                "the memory of a gradient that the hook keeps was taken away"
-            )
+            assert tensor.untyped_storage().nbytes() >= tensor.nbytes, "its memory was taken away"
             assert torch.equal(tensor, value)
-        kept.clear()
         pair.assert_idle()
+
+
+# -- ways to train
 
 
 def _replaces_data(state: Any, grad: Tensor, output: Tensor | None = None) -> None:
@@ -178,70 +157,50 @@ def _replaces_data(state: Any, grad: Tensor, output: Tensor | None = None) -> No
         output.data = total.chunk(dist.get_world_size())[dist.get_rank()]
 
 
-def _trains_with(
-    hook: Any,
-    build: Callable[[], nn.Module] = Stack,
-    units: Collection[type[nn.Module]] = (Block,),
-    step: Step | Sequence[Step] = one_backward,
-    **options: Any,
-) -> None:
-    pair = make_pair(build, units, **options)
-    pair.model.register_comm_hook([], hook)
-    for _ in range(2):
-        pair.step(step)
-
-
-@both_forms
-@pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
-@on_ranks(2)
-def test_hook_may_replace_the_data_of_its_arguments(
-    strategy: ShardingStrategy, use_orig_params: bool
-) -> None:
-    _trains_with(_replaces_data, sharding_strategy=strategy, use_orig_params=use_orig_params)
-
-
-# -- ways to train
-
-
 def _uses(inner: str, m: nn.Module, x: Tensor) -> Tensor:
     return backward(m(x, inner).pow(2).mean())
 
 
-@pytest.mark.parametrize(("num_ranks", "use_orig_params"), [(2, False), (3, True)])
-@on_ranks("num_ranks")
-def test_hook_works_with_nested_frozen_and_offloaded_units(
-    num_ranks: int, use_orig_params: bool
-) -> None:
-    options: dict[str, Any] = {"use_orig_params": use_orig_params}
-    _trains_with(Averages(), partial(Stack, 2, Outer), (Outer, Block), **options)
-    _trains_with(Averages(), partial(chain, Lora, Lora), (Lora,), batch=wide_vectors, **options)
-    _trains_with(Averages(), cpu_offload=CPUOffload(offload_params=True), **options)
+RUNS: dict[str, dict[str, Any]] = {
+    "nested": {"build": partial(Stack, 2, Outer), "units": (Outer, Block)},
+    "partly frozen": {"build": partial(chain, Lora, Lora), "units": (Lora,), "batch": wide_vectors},
+    "offloaded": {"cpu_offload": CPUOffload(offload_params=True)},
+    "other units on some ranks": {"build": Switch, "allow_unused_units": True},
+    "replaces data": {"hook": _replaces_data},
+    "replaces data of replicas": {"hook": _replaces_data, "sharding_strategy": NO_SHARD},
+}
 
 
-@pytest.mark.parametrize(("num_ranks", "use_orig_params"), [(2, True), (3, False)])
+@each_value
+@both_forms
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("name", RUNS)
 @on_ranks("num_ranks")
-def test_hook_order_is_the_same_on_ranks_that_use_different_units(
-    num_ranks: int, use_orig_params: bool
+def test_training_with_a_hook_that_averages_equals_the_unsharded_model(
+    name: str, num_ranks: int, use_orig_params: bool
 ) -> None:
-    steps = [partial(_uses, inner) for inner in ("a", "ab", "ab")[:num_ranks]]
-    options = {"allow_unused_units": True, "use_orig_params": use_orig_params}
-    _trains_with(Averages(), Switch, step=steps, **options)
+    options = {"build": Stack, "hook": Averages(), **RUNS[name]}
+    hook, differs = options.pop("hook"), options["build"] is Switch
+    pair = make_pair(use_orig_params=use_orig_params, **options)
+    pair.model.register_comm_hook([], hook)
+    for _ in range(2):
+        steps = [partial(_uses, inner) for inner in ("a", "ab", "ab")[:num_ranks]]
+        pair.step(steps if differs else one_backward)
 
 
 def _in_shard_group(
     strategy: ShardingStrategy, shape: tuple[int, int], use_orig_params: bool
 ) -> list[list[float]]:
     mesh = init_device_mesh("cpu", shape)
-    pair = make_pair(
-        Stack, sharding_strategy=strategy, use_orig_params=use_orig_params, device_mesh=mesh
-    )
+    options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
+    pair = make_pair(Stack, device_mesh=mesh, **options)
     assert pair.model.process_group.size() == shape[1]
     hook = Averages(pair.model.process_group)
     pair.model.register_comm_hook([], hook)
     for _ in range(2):
         pair.step(one_backward, as_a_user=True)
-    numel = pair.model._runtime.groups[0].store.numel
-    assert (numel,) in hook.calls or (shape[1] * numel, numel) in hook.calls
+    assert {numel / shard[0] for numel, *shard in hook.calls if shard} <= {shape[1]}
+    assert len(hook.calls) == 2 * 4
     return [value.flatten().tolist() for value in pair.model.state_dict().values()]
 
 
@@ -258,39 +217,27 @@ def test_hybrid_hook_reduces_shards_before_replicas_are_averaged(
 # -- dtypes
 
 
-@pytest.mark.parametrize(
-    ("strategy", "use_orig_params"),
-    [(FULL_SHARD, True), (NO_SHARD, True)],
-)
+@pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
 @on_ranks(2)
-def test_hook_gets_gradients_in_the_reduce_dtype(
-    strategy: ShardingStrategy, use_orig_params: bool
-) -> None:
+def test_hook_gets_gradients_in_the_reduce_dtype(strategy: ShardingStrategy) -> None:
     for param_dtype, reduce_dtype, keep in pairs(
         (None, BF16), (None, BF16, FP16, FP32), (False, True)
     ):
-        precision = MixedPrecision(
-            param_dtype=param_dtype, reduce_dtype=reduce_dtype, keep_low_precision_grads=keep
-        )
-        travels = reduce_dtype or param_dtype or FP32
-        options = {
-            "sharding_strategy": strategy,
-            "use_orig_params": use_orig_params,
-            "mixed_precision": precision,
-        }
-        hooked, plain = make_pair(Stack, **options).model, make_pair(Stack, **options).model
+        precision = MixedPrecision(param_dtype, reduce_dtype, keep_low_precision_grads=keep)
+        options = {"sharding_strategy": strategy, "mixed_precision": precision}
+        hooked, plain = (make_pair(Stack, use_orig_params=True, **options).model for _ in "ab")
         hook = Averages()
         hooked.register_comm_hook([], hook)
         x = vectors(torch.Generator().manual_seed(dist.get_rank()))
-        for _ in range(2):
-            for model in (hooked, plain):
-                square(model, x).backward()
+        for model in (hooked, plain) * 2:
+            square(model, x).backward()
+        travels = reduce_dtype or param_dtype or FP32
         assert hook.dtypes == {travels}
+        low = travels is not FP32
+        rtol, atol = 2 * torch.finfo(travels).eps if low else 1e-5, 1e-4 if low else 1e-6
         for p, q in zip(hooked.parameters(), plain.parameters(), strict=True):
             if p.numel():
                 assert p.grad.dtype == (travels if keep else FP32)
-                low = travels is not FP32
-                rtol, atol = 2 * torch.finfo(travels).eps if low else 1e-5, 1e-4 if low else 1e-6
                 assert torch.allclose(p.grad.float(), q.grad.float(), rtol=rtol, atol=atol)
 
 
@@ -341,22 +288,22 @@ def test_torch_hooks_give_the_same_bits_as_under_torch(use_orig_params: bool) ->
     """Every hook with every strategy in one of the forms."""
     bf16, fp16 = ({"param_dtype": low, "reduce_dtype": FP32} for low in (BF16, FP16))
     names = ("default", "fp16_compress_hook", "bf16_compress_hook")
+    strategies = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+    every = list(itertools.product(names, strategies, (None,), ("sss",)))
     cases: list[tuple[str, str, Any, str]] = [
-        (name, strategy, None, "sss")
-        for row, strategy in enumerate(STRATEGIES)
-        for column, name in enumerate(names)
-        if (row + column) % 2 == use_orig_params
+        *every[use_orig_params::2],
+        *(("default", strategy, bf16, "sss") for strategy in ("FULL_SHARD", "NO_SHARD")),
+        ("bf16_compress_hook", "FULL_SHARD", fp16, "sss"),
+        *(("default", strategy, None, "nsns") for strategy in strategies),
     ]
-    cases += [("default", strategy, bf16, "sss") for strategy in ("FULL_SHARD", "NO_SHARD")]
-    cases += [("bf16_compress_hook", "FULL_SHARD", fp16, "sss")]
-    cases += [("default", strategy, None, "nsns") for strategy in STRATEGIES]
     for name, strategy, precision, pattern in cases:
         options = {"strategy": strategy, "precision": precision, "pattern": pattern}
-        train = partial(
-            trained, prepare=partial(_registers, name), use_orig_params=use_orig_params, **options
-        )
+        prepare = partial(_registers, name)
         with _without_streams():
-            assert_as_torch(train, (name, options))
+            assert_as_torch(
+                partial(trained, prepare=prepare, use_orig_params=use_orig_params, **options),
+                (name, options),
+            )
 
 
 @on_ranks(2)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, func, nn
 
 from fsdp_compat import ShardingStrategy
-from tests.support.fully_sharded import shard_all
+from tests.support.fully_sharded import sharded_as
 from tests.support.models import DIM, Block, Stack
 from tests.support.pairwise import each_value, pairwise
 from tests.support.parity import (
@@ -141,19 +141,14 @@ TRANSFORMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
-@pairwise
-@pytest.mark.parametrize("front_end", ["flat", "original", "fully_shard"])
-@both_strategies
+@each_value
+@pytest.mark.parametrize("front_end", ["flat", "original", "ours"])
 @pytest.mark.parametrize("name", TRANSFORMS)
 @on_ranks(2)
 def test_transforms_of_a_model_train_as_those_of_an_unsharded_one(
-    name: str, strategy: ShardingStrategy, front_end: str
+    name: str, front_end: str
 ) -> None:
-    options = {"sharding_strategy": strategy, "use_orig_params": front_end == "original"}
-    pair = make_pair(Stack, **options)
-    if front_end == "fully_shard":
-        reshards = strategy is ShardingStrategy.FULL_SHARD
-        pair = Pair(seeded(Stack), shard_all(seeded(Stack), reshard_after_forward=reshards))
+    pair = Pair(seeded(Stack), sharded_as(front_end, seeded(Stack)))
     for _ in range(2):  # the first use, too, is inside a transform
         pair.step(lambda m, x: backward(TRANSFORMS[name](m, x).pow(2).mean()), idle=False)
 

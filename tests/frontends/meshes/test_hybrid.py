@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-import fsdp_compat
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import MixedPrecision, ShardingStrategy, StateDictType
 from fsdp_compat.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.support.beside_torch import assert_as_torch, trained
+from tests.support.messages import Messages
 from tests.support.models import (
     DIM,
     Block,
     FrozenInCheckpoint,
+    GradientIs,
     Inner,
     Lora,
     Outer,
@@ -38,9 +38,11 @@ from tests.support.parity import (
     make_pair,
     seeded,
     square,
+    train,
     whole_gradients,
 )
 from tests.support.ranks import on_ranks
+from tests.support.same_host import MESSAGES
 
 FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID, HYBRID_ZERO2 = ShardingStrategy
 MESHES = [(4, 1), (2, 2), (1, 4), (2, 1), (1, 2)]  # (replicas, shards)
@@ -111,6 +113,14 @@ def _assert_equal_on_all_ranks(values: dict[str, Tensor | None], what: str) -> N
             )
 
 
+def _assert_shard_group(model: FSDP, replicas: int, shards: int, adjacent: bool) -> None:
+    found, rank = dist.get_process_group_ranks(model.process_group), dist.get_rank()
+    if adjacent:
+        assert found == list(range(rank // shards * shards, (rank // shards + 1) * shards))
+    else:
+        assert sorted(found) == list(range(rank % replicas, replicas * shards, replicas))
+
+
 @pytest.mark.parametrize(
     ("mesh", "num_ranks", "strategy", "use_orig_params"),
     [
@@ -133,6 +143,7 @@ def test_every_mesh_trains_as_unsharded_with_bit_equal_ranks(
         ways = [ways[MESHES.index(mesh) % len(ways)]]
     for way in ways:
         pair = make_pair(Everything, UNITS, **way(*mesh), **options)
+        _assert_shard_group(pair.model, *mesh, adjacent=way is not _backwards)
         for pattern in ("s", "sns") if way is ways[0] else ("sns",):
             pair.backwards(partial(accumulates, pattern))
             _assert_equal_on_all_ranks(
@@ -149,19 +160,7 @@ def test_every_mesh_trains_as_unsharded_with_bit_equal_ranks(
         )
 
 
-# -- the resulting mesh
-
-
-@pytest.mark.parametrize(("mesh", "num_ranks"), [((2, 2), 4), ((1, 4), 4), ((2, 1), 2)], ids=str)
-@on_ranks("num_ranks")
-def test_process_group_is_the_shard_group(mesh: tuple[int, int], num_ranks: int) -> None:
-    (replicas, shards), rank = mesh, dist.get_rank()
-    first = rank // shards * shards
-    for way in WAYS:
-        model = FSDP(Stack(), sharding_strategy=HYBRID, **way(*mesh))
-        found = sorted(dist.get_process_group_ranks(model.process_group))
-        backwards = list(range(rank % replicas, num_ranks, replicas))
-        assert found == (backwards if way is _backwards else list(range(first, first + shards)))
+# -- other meshes
 
 
 @on_ranks(4)
@@ -179,10 +178,6 @@ def test_wrappers_created_by_hand_share_the_groups_of_nodes() -> None:
     assert numbers[0] <= 3  # the world, and this rank's two
     for _ in range(2):
         pair.step()
-
-
-def _one_dimension(replicas: int, shards: int) -> dict[str, Any]:
-    return {"device_mesh": init_device_mesh("cpu", (replicas * shards,))}
 
 
 @pytest.mark.parametrize(
@@ -216,45 +211,31 @@ def test_plain_strategy_shards_over_the_first_mesh_dimension(
             assert torch.equal(getattr(value, "full_tensor", value.clone)(), full[name]), name
 
 
+@pytest.mark.parametrize("strategy", [HYBRID, HYBRID_ZERO2])
 @on_ranks(2)
-def test_a_mesh_of_one_dimension_is_one_copy() -> None:
+def test_a_mesh_of_one_dimension_is_one_copy(strategy: ShardingStrategy) -> None:
     """Where torch raises."""
-    for strategy in (HYBRID, HYBRID_ZERO2):
-        states = []
-        for way in (_one_dimension, _as_mesh):
-            pair = make_pair(Everything, UNITS, sharding_strategy=strategy, **way(1, 2))
-            for _ in range(2):
-                pair.step()
-            assert dist.get_process_group_ranks(pair.model.process_group) == [0, 1]
-            states.append(pair.model.state_dict())
-        assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+    options = {"sharding_strategy": strategy, "device_mesh": init_device_mesh("cpu", (2,))}
+    pair = train(Everything, UNITS, **options)
+    _assert_shard_group(pair.model, 1, 2, adjacent=True)
 
 
 # -- mixed precision
 
 
+@pytest.mark.parametrize("mesh", [(4, 1), (2, 2), (1, 4)])
 @on_ranks(4)
-def test_bf16_shards_with_float32_reduction_are_rounded_once() -> None:
+def test_bf16_shards_with_float32_reduction_are_rounded_once(mesh: tuple[int, int]) -> None:
     """The mean of four rows is the float32 mean, rounded once, as with torch."""
     rows = torch.randn(4, 64, generator=torch.Generator().manual_seed(5)).bfloat16()
-    for library, mesh in (
-        (fsdp_compat, (4, 1)),
-        (fsdp_compat, (2, 2)),
-        (fsdp_compat, (1, 4)),
-        (torch_fsdp, (2, 2)),
-    ):
-        linear = nn.Linear(64, 1, bias=False, dtype=torch.bfloat16)
-        model = library.FullyShardedDataParallel(
-            linear,
-            sharding_strategy=library.ShardingStrategy.HYBRID_SHARD,
-            mixed_precision=library.MixedPrecision(reduce_dtype=torch.float32),
-            device_id=torch.device("cpu"),
-            use_orig_params=True,
-            **_as_mesh(*mesh),
-        )
-        model(rows[dist.get_rank()][None]).sum().backward()
-        with type(model).summon_full_params(model, writeback=False, with_grads=True):
-            assert torch.equal(linear.weight.grad[0], rows.float().mean(0).bfloat16()), mesh
+    model = FSDP(
+        GradientIs(64, torch.bfloat16),
+        sharding_strategy=HYBRID,
+        mixed_precision=MixedPrecision(reduce_dtype=torch.float32),
+        **_as_mesh(*mesh),
+    )
+    model(rows[dist.get_rank()]).backward()
+    assert torch.equal(whole_gradients(model)["weight"], rows.float().mean(0).bfloat16())
 
 
 # -- checkpoints
@@ -293,63 +274,46 @@ def test_state_moves_from_mesh_to_mesh() -> None:
         pair = later
 
 
-# -- collectives and bytes
+# -- messages
 
 # 2 x (8 x 8 weight + 8 bias), all in one dtype and padded to nothing: 144 elements, a multiple of
 # 16 bytes and of 4 ranks
 PSI = 144
 
 
-def _expected(mesh: tuple[int, int], strategy: ShardingStrategy) -> dict[str, tuple[int, int]]:
-    """{kind: (number, bytes)} of a step of three units of PSI bfloat16 elements each, the last of
-    which is kept after forward. Gradients are sent in float32."""
-    replicas, shards = mesh
-    expected = {}
-    if shards > 1:
-        gathers = 3 if strategy is HYBRID_ZERO2 else 5
-        expected["GATHER"] = gathers, gathers * PSI * 2 * (shards - 1) // shards
-        expected["REDUCE"] = 3, 3 * PSI * 4 * (shards - 1) // shards
-    if replicas > 1:
-        expected["REPLICATE"] = 3, 3 * 2 * (PSI // shards) * 4 * (replicas - 1) // replicas
-    return expected
-
-
-def _three_units() -> nn.Module:
-    linear = partial(nn.Linear, DIM, DIM)
-    return chain(*[partial(chain, linear, linear)] * 3)
+def _expected(mesh: tuple[int, int], strategy: ShardingStrategy) -> dict[torch.dtype, list[int]]:
+    """The messages of a step of three units of PSI bfloat16 elements each, the last of which is
+    kept after forward: numbers of elements by dtype. Gradients are sent in float32."""
+    (replicas, shards), gathers = mesh, 3 if strategy is HYBRID_ZERO2 else 5
+    own = PSI // shards
+    reduced = [own // replicas] * 3 * 2 * (replicas - 1) + [own] * 3 * (shards - 1)
+    expected = {torch.bfloat16: [own] * gathers * (shards - 1), torch.float32: reduced}
+    return {dtype: sizes for dtype, sizes in expected.items() if sizes}
 
 
 @pytest.mark.parametrize(
     ("mesh", "num_ranks"), [(mesh, mesh[0] * mesh[1]) for mesh in MESHES], ids=str
 )
-@on_ranks("num_ranks")
+@on_ranks("num_ranks", environment=MESSAGES)
 def test_a_step_sends_no_more_than_the_formula_says_and_no_sync_reduces_nothing(
     mesh: tuple[int, int], num_ranks: int
 ) -> None:
     way = (_as_mesh, _as_groups, _node_by_node)[MESHES.index(mesh) % 3]
+    linear = partial(nn.Linear, DIM, DIM)
     for strategy in (HYBRID, HYBRID_ZERO2):
         model = FSDP(
-            _three_units(),
+            chain(*[partial(chain, linear, linear)] * 3),
             sharding_strategy=strategy,
             auto_wrap_policy=CustomPolicy(lambda m: isinstance(m, nn.Sequential)),
             mixed_precision=MixedPrecision(torch.bfloat16, torch.float32),
             **way(*mesh),
         )
-        groups = model._runtime.groups
-        axes = {id(axis): axis for group in groups for axis in (group.shard, group.replica)}
-        expected = _expected(mesh, strategy)
         for number, letter in enumerate("ssns"):
-            for axis in axes.values():
-                axis.traffic.clear()
-            with model.no_sync() if letter == "n" else contextlib.nullcontext():
+            context = model.no_sync() if letter == "n" else contextlib.nullcontext()
+            with context, Messages() as messages:
                 square(model, torch.ones(2, DIM)).backward()
-            sent = [
-                (kind.name, (count, axis.traffic.nbytes[kind]))
-                for axis in axes.values()
-                for kind, count in axis.traffic.counts.items()
-                if count
-            ]
+            sent = {dtype: sorted(sizes) for dtype, sizes in messages.sent.items()}
             if letter == "n":
-                assert {kind for kind, _ in sent} <= {"GATHER"}
+                assert sent.keys() <= {torch.bfloat16}
             elif number:  # the first step does not know the order
-                assert sorted(sent) == sorted(expected.items()), "the units share their axes"
+                assert sent == _expected(mesh, strategy)

@@ -35,7 +35,6 @@ from fsdp_compat import (
     UsageError,
 )
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat._state.units import clean_name
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.cases import about
 from tests.support.models import DIM, Block
@@ -156,7 +155,7 @@ def mean_square(model: nn.Module, x: Tensor) -> Tensor:
 def shown(model: FSDP, **options: Any) -> Iterator[dict[str, Tensor]]:
     """The full parameters by name, as plain tensors."""
     with FSDP.summon_full_params(model, **options):
-        yield {clean_name(name): p for name, p in model.named_parameters()}
+        yield dict(model.named_parameters())
 
 
 def in_one_call(functions: list[Callable[..., None]], *arguments: Any) -> None:
@@ -174,12 +173,15 @@ each_plan = pytest.mark.parametrize(
 # -- training
 
 
+FROZEN = [("stem", "blocks.0.up"), ("blocks.0.norm", "blocks.1", "head"), ("blocks.0.down.bias",)]
 CASES: dict[Plan, list[dict[str, Any]]] = {
-    blocks_only: [{}, {"shape": (1, 4), "dtype": torch.float32}],
+    blocks_only: [{}, {"shape": (1, 4), "dtype": torch.float32}, {"frozen": FROZEN[1]}],
     whole_sequence: [
         {},
         {"wrapped": False, "sharding_strategy": SHARD_GRAD_OP, "shape": (4, 1)},
         {"sharding_strategy": NO_SHARD, "optimizer": partial(torch.optim.AdamW, lr=0.01)},
+        {"frozen": FROZEN[0]},
+        {"frozen": FROZEN[2]},
     ],
 }
 
@@ -206,17 +208,6 @@ def test_a_third_dimension_may_hold_replicas() -> None:
     pair.update()
 
 
-FROZEN = [("stem", "blocks.0.up"), ("blocks.0.norm", "blocks.1", "head"), ("blocks.0.down.bias",)]
-
-
-def _trains_partly_frozen(plan: Plan, use_orig_params: bool) -> None:
-    for frozen in FROZEN[::2] if plan is whole_sequence else FROZEN[1:2]:
-        with about(frozen):
-            pair = TwoDimensional(plan, frozen=frozen, use_orig_params=use_orig_params)
-            for _ in range(2):
-                pair.step(mean_square)
-
-
 def _accumulates(plan: Plan, use_orig_params: bool) -> None:
     pair = TwoDimensional(plan, use_orig_params=use_orig_params)
     for context in (contextlib.nullcontext, pair.model.no_sync):
@@ -230,17 +221,15 @@ def _accumulates(plan: Plan, use_orig_params: bool) -> None:
 def test_two_dimensions_train_as_unsharded_also_frozen_in_part_and_with_accumulated_gradients(
     plan: Plan, use_orig_params: bool
 ) -> None:
-    functions = [_trains, _trains_partly_frozen, _accumulates]
-    run_ranks(4, in_one_call, functions, plan, use_orig_params)
+    run_ranks(4, in_one_call, [_trains, _accumulates], plan, use_orig_params)
 
 
 @on_ranks(2)
 def test_evaluation_sees_new_weights() -> None:
     pair = TwoDimensional(whole_sequence, shape=(2, 1), use_orig_params=True)
-    x = torch.randn(3, LENGTH, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     for context in (torch.no_grad, torch.inference_mode):
         with context():
-            assert_equal(pair.model(x), pair.plain(x), "evaluation")
+            pair.compare_outputs()
         pair.step(mean_square)
 
 
@@ -257,10 +246,7 @@ def test_gradient_norms_equal_the_unsharded_model(
     plan: Plan, frozen: tuple[str, ...], norm_types: tuple[float, ...]
 ) -> None:
     pair = TwoDimensional(plan, frozen=frozen)
-
-    def by_torch(max_norm: float, norm_type: float) -> Tensor:
-        return torch.nn.utils.clip_grad_norm_(pair.model.parameters(), max_norm, norm_type)
-
+    by_torch = partial(torch.nn.utils.clip_grad_norm_, list(pair.model.parameters()))
     for norm_type, limit in zip(norm_types, (1e-3, 1e3), strict=True):
         for clip, max_norm in ((pair.model.clip_grad_norm_, limit), (by_torch, 1e-3)):
             pair.backwards(mean_square)
@@ -313,15 +299,6 @@ def _moves_optimizer_state(plan: Plan, use_orig_params: bool) -> None:
     other.plain_optim.load_state_dict(pair.plain_optim.state_dict())
     other.optim.load_state_dict(FSDP.optim_state_dict_to_load(other.model, other.optim, state))
     other.step(mean_square)
-    numbered = TwoDimensional(plan, use_orig_params=use_orig_params, **options)
-    numbered.model.load_state_dict(other.plain.state_dict())
-    numbered.plain.load_state_dict(other.plain.state_dict())
-    by_number = copy.deepcopy(other.plain_optim.state_dict())
-    numbered.plain_optim.load_state_dict(other.plain_optim.state_dict())
-    numbered.optim.load_state_dict(
-        FSDP.optim_state_dict_to_load(numbered.model, numbered.optim, by_number)
-    )
-    numbered.step(mean_square)
 
 
 def _shows_whole_parameters(plan: Plan, use_orig_params: bool) -> None:
@@ -358,8 +335,7 @@ def test_full_states_load_back_and_summon_full_params_writes_back(
 
 def _two_dimensional(plan: Plan, seed: int, kind: str, use_orig_params: bool) -> FSDP:
     """kind: "mesh": values are DTensors; "boxes": a group; "flat": not tensor-parallel."""
-    torch.manual_seed(seed)
-    model = Net()
+    model = seeded(Net, seed)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     if kind != "flat":
         plan(model, mesh["tp"])
@@ -378,8 +354,7 @@ def _sharded_state(model: FSDP) -> dict[str, Any]:
 
 
 def _assert_holds(model: FSDP, seed: int, what: object) -> None:
-    torch.manual_seed(seed)
-    expected, found = Net().state_dict(), model.state_dict()
+    expected, found = seeded(Net, seed).state_dict(), model.state_dict()
     assert list(found) == list(expected)
     assert all(torch.equal(found[name], value) for name, value in expected.items()), what
 
@@ -426,10 +401,7 @@ def test_sharded_state_dict_values_cover_the_full_parameters(tmp_path: Path) -> 
         for kind in ("mesh", "boxes"):
             plain = Net().state_dict()
             dcp.load(plain, checkpoint_id=tmp_path / kind, no_dist=True)
-            torch.manual_seed(1)
-            assert all(
-                torch.equal(plain[name], value) for name, value in Net().state_dict().items()
-            ), kind
+            assert all(map(torch.equal, plain.values(), seeded(Net, 1).state_dict().values()))
 
 
 def _with_momentum(
@@ -448,8 +420,7 @@ def _with_momentum(
 
 @on_ranks(4)
 def test_sharded_optimizer_state_values_cover_the_full_parameters(tmp_path: Path) -> None:
-    torch.manual_seed(1)
-    expected = Net().state_dict()
+    expected = seeded(Net, 1).state_dict()
     for kind in ("mesh", "boxes"):
         model, optimizer = _with_momentum(kind, True, 1.0)
         with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
@@ -475,13 +446,10 @@ def test_a_copy_trains_on_its_own() -> None:
     second, before = copy.deepcopy(pair.model), pair.model.state_dict()
     pair.step(mean_square)
     for name, value in second.state_dict().items():
-        assert torch.equal(value, before[name]), (
-            f"{name!r} of the copy has changed with the original"
-        )
-    assert [n for n, _ in second.named_parameters()] == [
-        n for n, _ in pair.model.named_parameters()
-    ]
+        assert torch.equal(value, before[name]), f"{name!r} has changed with the original"
+    names = [[name for name, _ in each.named_parameters()] for each in (second, pair.model)]
+    assert names[0] == names[1]
     second.load_state_dict(pair.model.state_dict())
-    pair.model, pair.optim = second, torch.optim.SGD(second.parameters(), 0.1)
-    pair.plain_optim = torch.optim.SGD(pair.plain.parameters(), 0.1)
+    pair.model, pair.optim = second, sgd(second.parameters())
+    pair.plain_optim = sgd(pair.plain.parameters())
     pair.step(mean_square)

@@ -1,0 +1,254 @@
+"""Buffers in mixed precision, and modules that keep computing in float32."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat import MixedPrecision, StateDictType
+from fsdp_compat.wrap import ModuleWrapPolicy
+from tests.support.beside_torch import assert_as_torch, trained
+from tests.support.models import DIM, chain
+from tests.support.pairwise import pairwise
+from tests.support.parity import backward, both_forms, square
+from tests.support.ranks import on_ranks
+
+FP64, FP32, BF16 = torch.float64, torch.float32, torch.bfloat16
+FIELDS = {"param_dtype": BF16, "reduce_dtype": FP32, "buffer_dtype": BF16}
+LOW = MixedPrecision(**FIELDS)
+
+
+def _states(model: FSDP) -> Iterator[dict[str, Any]]:
+    """Yield the state dicts of both kinds. Collective."""
+    for kind in (StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT):
+        with FSDP.state_dict_type(model, kind):
+            yield copy.deepcopy(dict(model.state_dict()))
+
+
+class OnlyBuffers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("offset", torch.linspace(0.1, 0.8, DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = x.dtype, self.offset.dtype
+        return x + self.offset
+
+
+class Buffers(nn.Module):
+    """Buffers of several dtypes, in modules with and without parameters."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+        self.register_buffer("table", torch.linspace(0.1, 0.9, DIM) * scale)
+        self.register_buffer("count", torch.tensor(3))
+        self.register_buffer("high", torch.ones(2, dtype=FP64) * scale)
+        self.register_buffer("fleeting", torch.ones(DIM) * scale, persistent=False)
+        self.register_buffer("nothing", None)
+        self.only, self.ignored = OnlyBuffers(), OnlyBuffers()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = {name: b.dtype for name, b in self.named_buffers()}
+        with torch.no_grad():
+            self.count += 1
+        return self.only(self.linear(x.to(self.linear.weight.dtype))) * self.table + self.fleeting
+
+
+CAST = dict.fromkeys(("table", "high", "fleeting", "only.offset"), BF16)
+CAST |= {"count": torch.int64, "ignored.offset": FP32}
+
+
+@on_ranks(2)
+def test_buffers_are_cast_for_computation_and_saved_in_their_own_dtype() -> None:
+    plain = nn.Sequential(Buffers(), Buffers(2.0))
+    module = copy.deepcopy(plain)
+    options = {"ignored_modules": [each.ignored for each in module], "mixed_precision": LOW}
+    model = FSDP(module, auto_wrap_policy=ModuleWrapPolicy({Buffers}), **options)
+    inner, x, expected = module[0].module, torch.ones(2, DIM), plain.state_dict()
+    for state in _states(model):
+        for name in [name for name in expected if "linear" not in name]:
+            assert torch.equal(state[name], expected[name]), "rounded before the first forward"
+    assert inner.only(torch.zeros(1, DIM, dtype=BF16)).dtype == BF16, "when called directly"
+    for _ in range(2):
+        backward(square(model, x))
+        assert inner.seen == CAST
+    low = copy.deepcopy(plain).bfloat16()
+    for each in low:
+        each.count = torch.tensor(3)
+    assert torch.equal(model(x), low(x.bfloat16()))
+
+    for state in list(_states(model)):
+        assert int(state["0.count"]) == 6
+        model.load_state_dict({n: v if "linear" in n else v + 1 for n, v in state.items()})
+        after = model.state_dict()
+        for name, value in expected.items():
+            assert state[name].dtype == after[name].dtype == value.dtype
+            if "linear" not in name:
+                rtol = 0.0 if "ignored" in name else torch.finfo(BF16).eps
+                assert torch.allclose(after[name], state[name] + 1, rtol=rtol, atol=0), name
+    for assign in (False, True):
+        model.load_state_dict(plain.state_dict(), assign=assign)
+        model(x)
+        assert inner.seen == CAST, "load_state_dict put other tensors there"
+
+
+# -- forwards that write to buffers
+
+
+def _in_inference_mode(module: Any) -> None:
+    with torch.inference_mode():
+        module.total.add_(1)
+
+
+def _by_the_ranks_together(module: Any) -> None:
+    module.total.copy_(module.total / dist.get_world_size() + 1 / dist.get_world_size())
+    dist.all_reduce(module.total)
+
+
+def _by_numpy(module: Any) -> None:
+    module.total.view(torch.int16).numpy()[:] = (module.total + 1).view(torch.int16).numpy()
+
+
+WRITTEN: dict[str, Callable[[Any], Any]] = {
+    "in place": lambda m: m.total.add_(1),
+    "by new data": lambda m: setattr(m.total, "data", m.total + 1),
+    "another tensor": lambda m: setattr(m, "total", m.total + 1),
+    "another tensor of its first dtype": lambda m: setattr(m, "total", m.total.float() + 1),
+    "by numpy": _by_numpy,
+    "by the ranks together": _by_the_ranks_together,
+    "in inference mode": _in_inference_mode,
+}
+
+
+class Writes(nn.Module):
+    """Adds 1 to a buffer in every forward, in one of the usual ways."""
+
+    def __init__(self, how: str, total: Tensor) -> None:
+        super().__init__()
+        self.linear, self.how = nn.Linear(DIM, DIM), how
+        self.register_buffer("total", total)
+        self.register_buffer("alias", total)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.total.dtype
+        if self.training:
+            with torch.no_grad():
+                WRITTEN[self.how](self)
+        return self.linear(x.to(self.linear.weight.dtype)) + self.total[0].to(x.dtype)
+
+
+def _assert_total(total: Tensor, expected: Any) -> None:
+    """In bfloat16, the sums are rounded."""
+    assert total.dtype == FP32
+    assert torch.allclose(total, torch.as_tensor(expected), rtol=1e-2)
+
+
+@pytest.mark.parametrize("how", WRITTEN)
+@on_ranks(2, environment={"FSDP_USE_FULL_PREC_IN_EVAL": "1"})
+def test_forward_writes_to_cast_buffers_are_saved_and_used_in_eval(how: str) -> None:
+    model = FSDP(chain(partial(Writes, how, torch.full((2,), 0.1))), mixed_precision=LOW)
+    module = model.module[0]
+    for expected in (1.1, 2.1, 3.1):
+        backward(square(model, torch.ones(2, DIM)))
+        assert "another" in how or module.total.dtype == BF16
+        for state in _states(model):
+            _assert_total(state["0.total"], expected)
+        model.eval()
+        with torch.no_grad():
+            model(torch.ones(2, DIM))
+        assert module.seen == FP32
+        _assert_total(module.total, expected)
+        model.train()
+    values = model.state_dict()["0.total"].clone() + 100.123
+    model.load_state_dict({**model.state_dict(), "0.total": values})
+    _assert_total(model.state_dict()["0.total"], values)
+    backward(square(model, torch.ones(2, DIM)))
+    _assert_total(model.state_dict()["0.total"], values + 1)
+
+
+@on_ranks(2)
+def test_a_buffer_that_several_modules_share_stays_shared() -> None:
+    shared, policy = torch.zeros(2), ModuleWrapPolicy({Writes})
+    model = FSDP(
+        nn.Sequential(Writes("in place", shared), Writes("in place", shared)),
+        auto_wrap_policy=policy,
+        mixed_precision=LOW,
+    )
+    for _ in range(3):
+        model(torch.ones(2, DIM))
+    first, *others = (getattr(m, name) for m in model.module for name in ("total", "alias"))
+    assert all(each is first for each in others)
+    assert (first.dtype, first.tolist()) == (BF16, [6, 6])
+    for state in _states(model):
+        for name in ("0.total", "0.alias", "1.total", "1.alias"):
+            assert (state[name].dtype, state[name].tolist()) == (FP32, [6, 6])
+
+
+# -- _module_classes_to_ignore
+
+
+class Norms(nn.Module):
+    def __init__(self, affine: bool, layer_norm: bool) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(DIM, DIM), nn.BatchNorm1d(DIM, affine=affine)
+        self.second, self.last = nn.Linear(DIM, DIM), nn.BatchNorm1d(DIM)
+        self.layer = nn.LayerNorm(DIM, elementwise_affine=affine) if layer_norm else nn.Identity()
+        self.head = nn.Linear(DIM, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        between = self.norm(self.first(x)).tanh()
+        assert between.dtype == BF16
+        return self.head(self.layer(self.last(self.second(between))))
+
+
+@pairwise
+@both_forms
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("units", [(), (nn.Linear,)])
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("layer_norm", [False, True])
+@on_ranks(2)
+def test_norms_compute_in_float32_and_keep_the_running_statistics_of_torch(
+    layer_norm: bool,
+    affine: bool,
+    units: tuple[type[nn.Module], ...],
+    strategy: str,
+    use_orig_params: bool,
+) -> None:
+    classes = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm)
+    precision = {**FIELDS, "_module_classes_to_ignore": classes}
+    options = {"precision": precision, "strategy": strategy, "use_orig_params": use_orig_params}
+    build = partial(Norms, affine, layer_norm)
+    assert_as_torch(partial(trained, build=build, units=units, with_state=True, **options))
+
+
+class Fussy(OnlyBuffers):
+    """A class without parameters that is to be ignored with everything inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = OnlyBuffers()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inside(super().forward(x))
+
+
+@on_ranks(1)
+def test_ignored_module_classes_are_ignored_with_their_submodules() -> None:
+    build = partial(chain, partial(nn.Linear, DIM, DIM), Fussy)
+    precision = dataclasses.replace(LOW, _module_classes_to_ignore=[Fussy])
+    for policy in (None, ModuleWrapPolicy({nn.Linear}), ModuleWrapPolicy({nn.Sequential})):
+        model = FSDP(chain(build, build), auto_wrap_policy=policy, mixed_precision=precision)
+        assert model(torch.ones(1, DIM)).dtype == BF16
+        seen = [m.seen for m in model.modules() if isinstance(m, OnlyBuffers)]
+        assert seen == [(FP32, FP32)] * 4
