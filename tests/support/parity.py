@@ -9,7 +9,7 @@ takes it for its own. Then losses are compared, gradients (None where a whole gr
 copy has none), parameters after an update, and what is left in memory. Every rank compares what it
 holds, which compares everything, without a message.
 
-A ``Pair`` takes a model of either front end, or of a ``Runtime`` without one."""
+A ``Pair`` takes a model of either front end."""
 
 from __future__ import annotations
 
@@ -362,28 +362,19 @@ class Pair:
         batch: Batch = vectors,
         data_ranks: int | None = None,
         tolerance: float | None = None,
-        runtime: Runtime | None = None,
     ) -> None:
         """data_ranks: the number of ranks with a batch of their own; None: all. tolerance: see
-        ``assert_close``. runtime: of a model without a front end."""
+        ``assert_close``."""
         self.plain, self.model = plain, model
         self.ranks = data_ranks or dist.get_world_size()
         self.rank = dist.get_rank() * self.ranks // dist.get_world_size()
         self.batch, self.tolerance = batch, tolerance
-        self.runtime: Runtime | None = runtime or getattr(model, "_runtime", None)
-        named = dict(plain.named_parameters(remove_duplicate=False))
+        self.runtime: Runtime | None = getattr(model, "_runtime", None)
         self.groups: list[tuple[Group, list[nn.Parameter]]] = []
-        if runtime is not None:
-            for group in runtime.groups:
-                self.groups.append((group, [named[m.name] for m in group.store.orig_params]))
-        elif self.runtime is not None:
+        if self.runtime is not None:
+            named = dict(plain.named_parameters(remove_duplicate=False))
             self.groups = [(g, [named[name] for name in names]) for g, names in groups_of(model)]
-        parameters = (
-            [param for group, _ in self.groups for param, _ in group.store.sharded_params]
-            if runtime is not None
-            else model.parameters()
-        )
-        self.plain_optim, self.optim = optimizer(plain.parameters()), optimizer(parameters)
+        self.plain_optim, self.optim = (optimizer(m.parameters()) for m in (plain, model))
         self._num_batches = itertools.count()
 
     # -- for tests
