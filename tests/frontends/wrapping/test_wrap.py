@@ -7,7 +7,6 @@ import copy
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -94,13 +93,10 @@ class EveryModule:
 
 BLOCKS, LINEARS = ["blocks.0", "blocks.1"], ["linear1", "linear2"]
 CHOICES: dict[str, tuple[Callable[[], nn.Module], Any, list[str]]] = {
-    "classes": (TwoBlocks, by_class([Block]), BLOCKS),
-    "a function of modules": (TwoBlocks, custom(is_a(Block)), BLOCKS),
-    "layers": (TwoBlocks, layers_of(Block), BLOCKS),
     # a block has 296 elements, of which none of its modules has more than 144
     "size": (TwoBlocks, from_size(296), BLOCKS),
     "a larger size": (TwoBlocks, from_size(297), []),
-    "wrapped, classes": (wrapped_block, by_class({Block, FSDP}), BLOCKS),
+    "a list of classes": (TwoBlocks, by_class([Block]), BLOCKS),
     "wrapped, function": (wrapped_block, custom(is_a(Block, FSDP)), BLOCKS),
     "wrapped, layers": (wrapped_block, layers_of(Block, FSDP), BLOCKS),
     "wrapped, size": (wrapped_linear, from_size(10), ["0.0", "1"]),
@@ -206,18 +202,10 @@ def answer_for(module: nn.Module, classes: set[type]) -> bool | dict[str, Any]:
     return {"forward_prefetch": True} if chosen and type(module) is Block else chosen
 
 
-@dataclass
-class Model:
-    """A random tree of modules, and the names of modules to ignore."""
-
-    root: nn.Module
-    ignored: set[str]
-
-
 @st.composite
-def models(draw: st.DrawFn, shared: bool = True) -> Model:
-    """Draw trees of containers and layers of a few sizes. Layers, and whole subtrees if ``shared``,
-    can be registered twice."""
+def models(draw: st.DrawFn, shared: bool = True) -> tuple[nn.Module, set[str]]:
+    """Draw trees of containers and layers of a few sizes, and the names of modules to ignore.
+    Layers, and whole subtrees if ``shared``, can be registered twice."""
     made: list[nn.Module] = []
 
     def leaf() -> nn.Module:
@@ -246,7 +234,7 @@ def models(draw: st.DrawFn, shared: bool = True) -> Model:
     if len(linears) > 1 and draw(st.booleans()):
         linears[0].weight = linears[-1].weight
     names = [name for name, _ in root.named_modules() if name]
-    return Model(root, draw(st.sets(st.sampled_from(names), max_size=2)) if names else set())
+    return root, draw(st.sets(st.sampled_from(names), max_size=2))
 
 
 PRECISIONS = st.none() | st.sampled_from(
@@ -254,24 +242,24 @@ PRECISIONS = st.none() | st.sampled_from(
 ).map(lambda classes: MixedPrecision(torch.bfloat16, _module_classes_to_ignore=classes))
 
 
-def units_with_torch(model: Model, policy: Any, precision: MixedPrecision | None) -> Units:
+DEFAULTS = {"mixed_precision": MixedPrecision(), "forward_prefetch": False}
+
+
+def units_with_torch(
+    root: nn.Module, policy: Any, ignored: set[str], precision: MixedPrecision | None
+) -> Units:
     """Return the modules that torch wraps, without those that have only ignored parameters, which
     it wraps to no effect."""
-    root = copy.deepcopy(model.root)
-    modules = dict(root.named_modules())
-    ignored = {inner for name in model.ignored for inner in modules[name].modules()}
-    parameters = {p for module in ignored for p in module.parameters(recurse=False)}
-    options = {"mixed_precision": precision, "forward_prefetch": False, "use_orig_params": True}
-    _auto_wrap(root, policy, ignored, parameters, options, Recorder)
-    wrapped = [module for module in root.modules() if isinstance(module, Recorder)]
+    modules = dict(copy.deepcopy(root).named_modules())
     names = {module: name for name, module in modules.items()}
+    ignored_modules = {inner for name in ignored for inner in modules[name].modules()}
+    parameters = {p for module in ignored_modules for p in module.parameters()}
+    options = {"mixed_precision": precision, "forward_prefetch": False, "use_orig_params": True}
+    _auto_wrap(modules[""], policy, ignored_modules, parameters, options, Recorder)
     return {
-        names[each.module]: {
-            "mixed_precision": each.kwargs["mixed_precision"] or MixedPrecision(),
-            "forward_prefetch": each.kwargs["forward_prefetch"],
-        }
-        for each in wrapped
-        if set(each.parameters()) - parameters
+        names[each.module]: {name: each.kwargs[name] or DEFAULTS[name] for name in DEFAULTS}
+        for each in modules[""].modules()
+        if isinstance(each, Recorder) and set(each.parameters()) - parameters
     }
 
 
@@ -285,25 +273,19 @@ def test_random_models_are_wrapped_as_by_torch(
     library: str, data: st.DataObject, precision: MixedPrecision | None
 ) -> None:
     policy: Any = data.draw(policies({"ours": our_wrap, "torch": torch_wrap}[library]))
-    model = data.draw(models(shared=hasattr(policy, "_run_policy")))
+    root, ignored = data.draw(models(shared=hasattr(policy, "_run_policy")))
     reference = policy
     if isinstance(policy, custom):
         reference = torch_wrap.CustomPolicy(policy._lambda_fn)
     elif isinstance(policy, by_class):
         reference = torch_wrap.ModuleWrapPolicy(policy._module_classes)
-    expected = units_with_torch(model, reference, precision)
-    wrapped = FSDP(
-        model.root,
-        auto_wrap_policy=policy,
-        mixed_precision=precision,
-        ignored_modules=[model.root.get_submodule(name) for name in model.ignored],
-        use_orig_params=True,
-    )
-    units = units_of(wrapped)
-    assert units.pop("") is wrapped
-    settings = ("mixed_precision", "forward_prefetch")
+    expected = units_with_torch(root, reference, ignored, precision)
+    modules = [root.get_submodule(name) for name in ignored]
+    options: dict[str, Any] = {"mixed_precision": precision, "ignored_modules": modules}
+    units = units_of(FSDP(root, auto_wrap_policy=policy, use_orig_params=True, **options))
+    units.pop("")
     assert expected == {
-        name: {setting: getattr(unit, setting) for setting in settings}
+        name: {setting: getattr(unit, setting) for setting in DEFAULTS}
         for name, unit in units.items()
     }
 

@@ -15,31 +15,11 @@ from torch import nn
 
 import fsdp_compat
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat.wrap import ModuleWrapPolicy, enable_wrap, size_based_auto_wrap_policy, wrap
+from fsdp_compat.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 from tests.support.models import Block, Stack
 from tests.support.pairwise import each_value
 from tests.support.parity import Pair, assert_close, both_forms, one_backward, seeded, square
 from tests.support.ranks import on_ranks
-
-
-def _train(pair: Pair) -> int:
-    """Return the number of units."""
-    pair.step()
-    pair.step(as_a_user=True)
-    return len(FSDP.fsdp_modules(pair.model))
-
-
-# -- by hand
-
-
-@both_forms
-@on_ranks(2)
-def test_instances_nested_by_enable_wrap_train_as_unsharded(use_orig_params: bool) -> None:
-    model = seeded(Stack)
-    with enable_wrap(wrapper_cls=FSDP, use_orig_params=use_orig_params):
-        model.blocks = nn.ModuleList(wrap(block) for block in model.blocks)
-        model = wrap(model)
-    assert _train(Pair(seeded(Stack), model)) == 4
 
 
 @both_forms
@@ -49,7 +29,9 @@ def test_former_root_can_become_nested(use_orig_params: bool) -> None:
     plain, model = seeded(Stack), seeded(Stack)
     model.blocks[0] = FSDP(model.blocks[0], **options)
     Pair(plain.blocks[0], model.blocks[0]).step()
-    _train(Pair(plain, FSDP(model, **options)))
+    pair = Pair(plain, FSDP(model, **options))
+    pair.step()
+    pair.step(as_a_user=True)
 
 
 # -- where values come from
@@ -74,27 +56,24 @@ def test_sync_module_states_accepts_transposed_and_expanded_tensors() -> None:
 @each_value
 @both_forms
 @pytest.mark.parametrize(
-    "kind", ["modules", "states that are modules", "states that are parameters"]
+    ("name", "as_parameters"),
+    [("ignored_modules", False), ("ignored_states", False), ("ignored_states", True)],
 )
 @on_ranks(2)
 def test_ignored_parameters_stay_unsharded_and_unsynchronized(
-    kind: str, use_orig_params: bool
+    name: str, as_parameters: bool, use_orig_params: bool
 ) -> None:
     """Their gradient is that of the local batch."""
-    options = {"use_orig_params": use_orig_params}
     plain, model = seeded(Stack), seeded(Stack)
-    head, norm = model.head, model.blocks[1].norm
-    options |= {
-        "modules": {"ignored_modules": [head, norm]},
-        "states that are modules": {"ignored_states": [head, norm]},
-        "states that are parameters": {"ignored_states": [*head.parameters(), *norm.parameters()]},
-    }[kind]
-    model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
-    groups = [group for unit in model._runtime.units for group in unit.groups]
-    managed = [name for group in groups for m in group.store.orig_params for name in m.names]
-    assert not any("norm" in name for name in managed if "blocks.1" in name)
+    modules = [model.head, model.blocks[1].norm]
     ignored = [*plain.head.parameters(), *plain.blocks[1].norm.parameters()]
-    kept = [*head.parameters(), *norm.parameters()]
+    kept = [p for module in modules for p in module.parameters()]
+    model = FSDP(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        use_orig_params=use_orig_params,
+        **{name: kept if as_parameters else modules},
+    )
     assert [p.shape for p in kept] == [p.shape for p in ignored]
     pair = Pair(plain, model)
     for _ in range(2):
