@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compat import (
     BackwardPrefetch,
+    CPUOffload,
     FlatParameter,
     FullStateDictConfig,
     MixedPrecision,
@@ -164,30 +165,6 @@ def test_units_with_different_settings_are_bit_equal_to_torch(
     assert_as_torch(partial(trained, with_state=True, use_orig_params=use_orig_params, **options))
 
 
-# -- prefetching, which changes the timing and never the values
-
-PREFETCHING: dict[str, Any] = {
-    "backward_prefetch": (*BackwardPrefetch, None),
-    "forward_prefetch": (False, True),
-    "limit_all_gathers": (False, True),
-}
-
-
-@on_ranks(2)
-def test_units_with_different_prefetching_train_as_unsharded() -> None:
-    """The root's setting applies to all units."""
-    settings = itertools.cycle(itertools.product(*PREFETCHING.values()))
-
-    def choose(module: nn.Module) -> bool | dict[str, Any]:
-        if not isinstance(module, (Outer, Inner)):
-            return False
-        return dict(zip(PREFETCHING, next(settings), strict=True))
-
-    for root in (*BackwardPrefetch, None):
-        policy = CustomPolicy(choose)
-        _train(FSDP(seeded(NESTED), auto_wrap_policy=policy, backward_prefetch=root))
-
-
 # -- the ranks
 
 
@@ -228,34 +205,29 @@ def test_units_may_have_process_groups_and_meshes_of_their_own() -> None:
 # -- torch's own objects
 
 
+@pytest.mark.parametrize("strategy", [s.name for s in ShardingStrategy])
 @on_ranks(2)
-def test_torch_settings_are_accepted() -> None:
+def test_torch_settings_are_accepted(strategy: str) -> None:
     """In the constructor and in the answers of a policy of torch's."""
-    options, low = _options(), partial(torch_fsdp.MixedPrecision, cast_forward_inputs=True)
-    prefetches = itertools.cycle((*torch_fsdp.BackwardPrefetch, None))
-    answer = options[HYBRID] | {
-        "sharding_strategy": torch_fsdp.ShardingStrategy.HYBRID_SHARD,
-        "mixed_precision": low(torch.float32),
-    }
-    policy = torch_wrap.CustomPolicy(
-        lambda module: answer if isinstance(module, Inner) else isinstance(module, Outer)
+    ours, theirs, options = ShardingStrategy[strategy], torch_fsdp.ShardingStrategy, _options()
+    low = torch_fsdp.MixedPrecision(torch.float32, cast_forward_inputs=True)
+    inner = options[HYBRID] | {"sharding_strategy": theirs.HYBRID_SHARD, "mixed_precision": low}
+    model = FSDP(
+        seeded(NESTED),
+        auto_wrap_policy=torch_wrap.CustomPolicy(partial(_answers, {Outer: True, Inner: inner})),
+        backward_prefetch=torch_fsdp.BackwardPrefetch.BACKWARD_POST,
+        cpu_offload=torch_fsdp.CPUOffload(offload_params=True),
+        mixed_precision=torch_fsdp.MixedPrecision(reduce_dtype=torch.float32),
+        **(options[ours] | {"sharding_strategy": theirs[strategy]}),
     )
-    for strategy, prefetch in zip(torch_fsdp.ShardingStrategy, prefetches, strict=False):
-        ours = ShardingStrategy[strategy.name]
-        model = FSDP(
-            seeded(NESTED),
-            auto_wrap_policy=policy,
-            backward_prefetch=prefetch,
-            cpu_offload=torch_fsdp.CPUOffload(offload_params=True),
-            mixed_precision=torch_fsdp.MixedPrecision(reduce_dtype=torch.float32),
-            **(options[ours] | {"sharding_strategy": strategy}),
-        )
-        units = FSDP.fsdp_modules(model)
-        assert [unit.sharding_strategy for unit in units] == [ours, *[ours, HYBRID, HYBRID] * 2]
-        own = MixedPrecision(reduce_dtype=torch.float32)
-        inner = MixedPrecision(torch.float32, cast_forward_inputs=True)
-        assert [unit.mixed_precision for unit in units] == [own, *[own, inner, inner] * 2]
-        _train(model)
+    root = ours, MixedPrecision(reduce_dtype=torch.float32)
+    below = HYBRID, MixedPrecision(torch.float32, cast_forward_inputs=True)
+    units = FSDP.fsdp_modules(model)
+    found = [(unit.sharding_strategy, unit.mixed_precision) for unit in units]
+    assert found == [root, *[root, below, below] * 2]
+    assert model.backward_prefetch is BackwardPrefetch.BACKWARD_POST
+    assert model.cpu_offload == CPUOffload(offload_params=True)
+    _train(model)
 
 
 @on_ranks(2)

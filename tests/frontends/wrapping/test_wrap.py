@@ -135,26 +135,31 @@ def test_an_ignored_module_named_by_a_policy_object_is_not_chosen() -> None:
     assert list(units_of(model)) == ["", "1"]
 
 
+@on_ranks(1)
+def test_mixed_precision_makes_units_of_its_ignored_classes() -> None:
+    precision = MixedPrecision(torch.bfloat16)
+    for policy in (by_class({nn.Linear}), torch_wrap.ModuleWrapPolicy({nn.Linear}), by_size):
+        norms = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Sequential(nn.BatchNorm1d(2)))
+        units = units_of(FSDP(norms, auto_wrap_policy=policy, mixed_precision=precision))
+        expected = {"": precision, "1": MixedPrecision(), "2.0": MixedPrecision()}
+        expected |= {} if policy is by_size else {"0": precision}
+        assert {name: unit.mixed_precision for name, unit in units.items()} == expected
+
+
 def test_size_policy_defaults_are_attributes_of_the_function(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     excluded, leaves = by_size.EXCLUDE_WRAP_MODULES, by_size.FORCE_LEAF_MODULES
     assert (excluded, leaves) == ({nn.ModuleList, nn.ModuleDict}, {nn.MultiheadAttention})
 
-    def answers(module: nn.Module) -> tuple[bool, bool]:
-        enters, wraps = (by_size(module, recurse, 10**9) for recurse in (True, False))
-        return enters, wraps
+    def answers() -> list[bool]:
+        modules = (nn.ModuleList(), nn.Bilinear(1, 1, 1))
+        return [by_size(m, recurse, 10**9) for m in modules for recurse in (True, False)]
 
-    assert [answers(each) for each in (nn.ModuleList(), nn.Bilinear(1, 1, 1))] == [
-        (True, False),
-        (True, True),
-    ]
+    assert answers() == [True, False, True, True]
     monkeypatch.setattr(by_size, "EXCLUDE_WRAP_MODULES", {nn.Bilinear})
     monkeypatch.setattr(by_size, "FORCE_LEAF_MODULES", {nn.ModuleList})
-    assert [answers(each) for each in (nn.ModuleList(), nn.Bilinear(1, 1, 1))] == [
-        (False, True),
-        (True, False),
-    ]
+    assert answers() == [False, True, True, False]
 
 
 # The same as with torch.
