@@ -103,6 +103,10 @@ def test_handles_lead_to_the_shards(use_orig_params: bool) -> None:
     assert len(handles) == 3
     assert list(map(id, handles)) == list(map(id, pair.model._all_handles))
     for _ in range(2):
+        with torch.no_grad():
+            for p in (*pair.plain.parameters(), *(handle.flat_param for handle in handles)):
+                p.mul_(2)
+        pair.assert_state_equal()
         for handle in handles:
             flat = handle.flat_param
             assert flat is handle.flat_param and flat.requires_grad
@@ -111,10 +115,6 @@ def test_handles_lead_to_the_shards(use_orig_params: bool) -> None:
             assert (first.data_ptr(), first.size()) == (second.data_ptr(), second.size())
             handle.flat_param_to(torch.device("cpu"), non_blocking=True)
             flat._local_shard = flat.data
-    with torch.no_grad():
-        for p in (*pair.plain.parameters(), *(handle.flat_param for handle in handles)):
-            p.mul_(2)
-    pair.assert_state_equal()
     pair.model._handle.reshard(True)
     pair.step(one_backward)
     loss = pair.model(torch.randn(2, DIM)).sum()

@@ -36,9 +36,11 @@ from tests.support.parity import (
     assert_close,
     assert_same_values,
     both_forms,
+    both_strategies,
     make_pair,
     seeded,
     square,
+    whole,
 )
 from tests.support.ranks import on_ranks, run_ranks
 
@@ -218,6 +220,11 @@ def test_a_copy_has_the_settings_of_the_original(num_ranks: int, setting: str, w
     pair = make("stack", use_orig_params=True, **SETTINGS[setting])
     pair.step()
     assert_copied(pair, way)
+    if num_ranks == 4:
+        other = way(pair.model)
+        with FSDP.state_dict_type(other, StateDictType.SHARDED_STATE_DICT):
+            gathered = {name: whole(value) for name, value in other.state_dict().items()}
+        assert_same_values(gathered, pair.plain.state_dict(), "value gathered over the mesh")
 
 
 @pytest.mark.parametrize("way", TWO_WAYS)
@@ -371,10 +378,12 @@ MOMENTS: tuple[Callable[[Any], Any], ...] = (
 )
 
 
+@each_value
 @pytest.mark.parametrize("way", TWO_WAYS)
+@both_strategies
 @on_ranks(2)
-def test_copy_works_at_any_point_between_steps(way: Way) -> None:
-    pair = make("fragile", use_orig_params=True)
+def test_copy_works_at_any_point_between_steps(strategy: ShardingStrategy, way: Way) -> None:
+    pair = make("fragile", use_orig_params=True, sharding_strategy=strategy)
     layout = layout_of(pair.model)
     for index, happens in enumerate(MOMENTS):
         with about(f"moment {index}"):
