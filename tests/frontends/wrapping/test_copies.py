@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from fsdp_compat import (
@@ -25,24 +26,25 @@ from fsdp_compat import (
     register_fsdp_forward_method,
 )
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat._engine.unit import Residency
 from fsdp_compat.errors import FsdpCompatError
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.cases import about
-from tests.support.models import DIM, Block, Fragile, Inner, Odd, Outer, Stack, chain
-from tests.support.pairwise import each_value
+from tests.support.models import DIM, Block, Fragile, Inner, Odd, Outer, Stack, Tied, chain
+from tests.support.pairwise import each_value, pairwise
 from tests.support.parity import (
     Pair,
     assert_close,
     assert_same_values,
     both_forms,
+    both_strategies,
     make_pair,
     seeded,
     square,
 )
 from tests.support.ranks import on_ranks, run_ranks
 
-SHARD_GRAD_OP, NO_SHARD = ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
+NO_SHARD = ShardingStrategy.NO_SHARD
+LINEAR = partial(nn.Linear, DIM, DIM)
 
 
 # -- the ways to copy
@@ -74,20 +76,6 @@ ways = pytest.mark.parametrize("way", WAYS)
 # -- the models
 
 
-class Tied(nn.Module):
-    """Weights tied inside a unit, and across units and the root."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.third = (nn.Linear(DIM, DIM) for _ in range(3))
-        self.inside = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
-        self.second.weight = self.first.weight
-        self.inside[1].weight = self.inside[0].weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inside(self.third(self.second(self.first(x).tanh())).tanh())
-
-
 class Mixed(nn.Module):
     """Frozen parts, several dtypes and buffers in one module."""
 
@@ -115,21 +103,36 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], set[type[nn.Module]]]] = {
     "stack": (Stack, {Block}),
     "nested": (partial(Stack, 2, Outer), {Outer, Inner}),
     "tied": (Tied, {nn.Linear}),
-    "tied and nested": (partial(chain, Tied, Tied), {Tied, nn.Sequential}),
+    "tied inside": (partial(chain, Tied, Tied), {Tied}),
     "mixed": (Mixed, {nn.Linear}),
     "mixed inside": (partial(chain, Mixed, partial(nn.Linear, 3, DIM), Mixed), {Mixed}),
     "odd": (partial(chain, Odd, partial(nn.Linear, DIM, DIM)), {Odd}),
     "fragile": (partial(chain, Block, Fragile, Block), {Block, Fragile}),
+}
+STRATEGY, HYBRID = "sharding_strategy", ShardingStrategy.HYBRID_SHARD
+SETTINGS: dict[str, dict[str, Any]] = {
+    "kept": {STRATEGY: ShardingStrategy.SHARD_GRAD_OP},
+    "replicated": {STRATEGY: NO_SHARD},
+    "two axes": {STRATEGY: HYBRID, "mesh": (2, 2)},
+    "offloaded": {"cpu_offload": CPUOffload(offload_params=True)},
+    "unused units": {"allow_unused_units": True},
+    "ignored": {"ignores": "head"},
 }
 
 # The same batch on all ranks; otherwise batch norm would see only its rank's part.
 pair_of = partial(Pair, data_ranks=1)
 
 
-def make(name: str, **options: Any) -> Pair:
+def make(name: str, *, mesh: Any = None, ignores: str = "", **options: Any) -> Pair:
+    """Return two copies of a model. mesh: its shape. ignores: the name of a module."""
     build, units = MODELS[name]
+    model = seeded(build)
+    if mesh is not None:
+        options["device_mesh"] = init_device_mesh("cpu", mesh)
+    if ignores:
+        options["ignored_modules"] = [model.get_submodule(ignores)]
     policy = ModuleWrapPolicy(units)
-    return pair_of(seeded(build), FSDP(seeded(build), auto_wrap_policy=policy, **options))
+    return pair_of(seeded(build), FSDP(model, auto_wrap_policy=policy, **options))
 
 
 def copied(pair: Pair, way: Way) -> Pair:
@@ -152,16 +155,6 @@ def assert_apart(one: nn.Module, other: nn.Module) -> None:
     assert not set(one.modules()) & set(other.modules()), "modules are shared"
     assert not set(one.parameters()) & set(other.parameters()), "parameters are shared"
     assert not memory_of(one).keys() & memory_of(other), "memory is shared"
-    for instance in (*FSDP.fsdp_modules(one), *FSDP.fsdp_modules(other)):
-        assert set(instance._unit.view.modules()) <= set(instance.modules()), (
-            "a unit swaps parameters of another model's modules"
-        )
-        for group in instance._unit.groups:
-            shard = group.store.shard.untyped_storage().data_ptr()
-            for target, _ in group.store.sharded_params:
-                assert target.untyped_storage().data_ptr() == shard or not target.numel(), (
-                    "a parameter is no part of its unit's shard"
-                )
 
 
 def layout_of(model: nn.Module) -> list[tuple[Any, ...]]:
@@ -174,9 +167,31 @@ def layout_of(model: nn.Module) -> list[tuple[Any, ...]]:
 # -- the copy equals the original and is independent
 
 
-def sharded_state(model: FSDP) -> dict[str, Any]:
-    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
-        return model.state_dict()
+def assert_copied(first: Pair, way: Way) -> None:
+    """Assert that a copy of a pair that has taken a step equals it, and trains on its own."""
+    model, parameters = first.model, list(first.model.parameters())
+    layout, buffers = layout_of(model), [name for name, _ in model.named_buffers()]
+    second = copied(first, way)
+    assert type(second.model) is FSDP and second.model.check_is_root()
+    assert layout_of(second.model) == layout == layout_of(model), "parameters in the same order"
+    assert list(map(id, model.parameters())) == list(map(id, parameters)), "the original keeps them"
+    assert [name for name, _ in second.model.named_buffers()] == buffers
+    assert all(p.grad is None for p in second.model.parameters()), "as copies of plain parameters"
+    for attribute in (STRATEGY, "process_group", "cpu_offload"):
+        assert getattr(second.model, attribute) == getattr(model, attribute)
+    assert_apart(model, second.model)
+    second.assert_state_equal()
+    second.assert_shown_equal()
+    assert repr(second.model) == repr(model)
+    first.step()  # with different data and optimizer state
+    second.step()
+    first.assert_state_equal()
+    third = copied(second, way)  # a copy of a copy
+    third.step()
+    second.assert_state_equal()
+    with FSDP.state_dict_type(third.model, StateDictType.SHARDED_STATE_DICT):
+        second.model.load_state_dict(third.model.state_dict())
+    assert_same_values(second.model.state_dict(), third.model.state_dict(), "loaded value", 0.0)
 
 
 @each_value
@@ -189,81 +204,47 @@ def sharded_state(model: FSDP) -> dict[str, Any]:
 def test_a_copy_equals_the_original_and_trains_on_its_own(
     num_ranks: int, name: str, way: Way, use_orig_params: bool
 ) -> None:
-    first = make(name, use_orig_params=use_orig_params)
-    first.step()
-    model, parameters = first.model, list(first.model.parameters())
-    layout, buffers = layout_of(model), [name for name, _ in model.named_buffers()]
-    second = copied(first, way)
-    assert type(second.model) is FSDP and second.model.check_is_root()
-    assert layout_of(second.model) == layout == layout_of(model), "parameters in the same order"
-    assert list(map(id, model.parameters())) == list(map(id, parameters)), "the original keeps them"
-    assert [name for name, _ in second.model.named_buffers()] == buffers
-    assert all(p.grad is None for p in second.model.parameters()), "as copies of plain parameters"
-    assert_apart(model, second.model)
-    second.assert_state_equal()
-    second.assert_shown_equal()
-    assert repr(second.model) == repr(model)
-    first.step()  # with different data and optimizer state
-    second.step()
-    first.assert_state_equal()
-    third = copied(second, way)  # a copy of a copy
-    third.step()
-    second.assert_state_equal()
-    second.model.load_state_dict(sharded_state(third.model))
-    assert_same_values(second.model.state_dict(), third.model.state_dict(), "loaded value", 0.0)
-
-
-SETTINGS: dict[str, dict[str, Any]] = {
-    "kept": {"sharding_strategy": SHARD_GRAD_OP},
-    "replicated": {"sharding_strategy": NO_SHARD},
-    "offloaded": {"cpu_offload": CPUOffload(offload_params=True)},
-    "unused units": {"allow_unused_units": True},
-    "ignored": {},
-}
-
-
-@on_ranks(2)
-def test_a_copy_has_the_settings_of_the_original() -> None:
-    for name, options in SETTINGS.items():
-        with about(name):
-            plain, inner = seeded(Stack), seeded(Stack)
-            ignored = [inner.head] if name == "ignored" else None
-            form = {"use_orig_params": True, "ignored_modules": ignored}
-            pair = pair_of(plain, FSDP(inner, **form, **options))
-            pair.step()
-            for way in TWO_WAYS:
-                other = copied(pair, way)
-                other.step()
-                assert other.model.sharding_strategy is pair.model.sharding_strategy
-
-
-@on_ranks(4)
-def test_a_copy_of_replicated_shards_uses_the_same_groups() -> None:
-    pair = make_pair(Stack, replicas=2)
+    pair = make(name, use_orig_params=use_orig_params)
     pair.step()
-    for way in TWO_WAYS:
-        other = copied(pair, way)
-        assert other.model.process_group is pair.model.process_group
-        other.step()
+    assert_copied(pair, way)
+
+
+@pairwise
+@pytest.mark.parametrize("way", TWO_WAYS)
+@pytest.mark.parametrize(
+    ("num_ranks", "setting"), [(4 if name == "two axes" else 2, name) for name in SETTINGS]
+)
+@on_ranks("num_ranks")
+def test_a_copy_has_the_settings_of_the_original(num_ranks: int, setting: str, way: Way) -> None:
+    pair = make("stack", use_orig_params=True, **SETTINGS[setting])
     pair.step()
+    assert_copied(pair, way)
+    if num_ranks == 4:
+        assert axes_of(way(pair.model)) == axes_of(pair.model)
 
 
+def axes_of(model: FSDP) -> list[list[int]]:
+    """Return the ranks of this rank's group on each axis of the mesh of sharded values."""
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        mesh = next(iter(model.state_dict().values())).device_mesh
+    return [dist.get_process_group_ranks(group) for group in mesh.get_all_groups()]
+
+
+@pytest.mark.parametrize("way", TWO_WAYS)
 @on_ranks(2)
-def test_a_copy_computes_in_the_dtypes_of_the_original() -> None:
+def test_a_copy_computes_in_the_dtypes_of_the_original(way: Way) -> None:
     precision = MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16)
-    options: dict[str, Any] = {"use_orig_params": True, "mixed_precision": precision}
-    for way in TWO_WAYS:
-        model = make("mixed inside", **options).model.eval()  # batch norm does not communicate
-        both = model, way(model)
-        outputs = [module(batch(0)) for module in both]
-        assert torch.equal(*outputs)
-        for output in outputs:
-            output.float().pow(2).mean().backward()
-        one, other = ({n: p.grad for n, p in module.named_parameters()} for module in both)
-        assert_same_values(other, one, "gradient", 0.0)
-        for values in (nn.Module.named_buffers, lambda module: module.state_dict().items()):
-            one, other = ({n: value.dtype for n, value in values(module)} for module in both)
-            assert other == one
+    model = make("mixed inside", use_orig_params=True, mixed_precision=precision).model
+    both = [model.eval(), way(model)]  # batch norm does not communicate
+    outputs = [module(batch(0)) for module in both]
+    assert torch.equal(*outputs)
+    for output in outputs:
+        output.float().pow(2).mean().backward()
+    one, other = ({n: p.grad for n, p in module.named_parameters()} for module in both)
+    assert_same_values(other, one, "gradient", 0.0)
+    for values in (nn.Module.named_buffers, lambda module: module.state_dict().items()):
+        one, other = ({n: value.dtype for n, value in values(module)} for module in both)
+        assert other == one
 
 
 @on_ranks(2)
@@ -279,34 +260,23 @@ def test_a_nested_instance_may_be_copied_alone_and_becomes_a_root() -> None:
     pair.step()
 
 
-class Container(nn.Module):
-    """Not a wrapper itself; contains several roots and a plain part."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other, self.plain = Stack(1), Stack(1), nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.plain(self.one(x) + self.other(x))
-
-
 @both_forms
 @on_ranks(2)
 def test_a_container_around_several_roots_may_be_copied(use_orig_params: bool) -> None:
+    wrap = partial(FSDP, use_orig_params=use_orig_params)
     for way in TWO_WAYS:
-        plain, model = seeded(Container), seeded(Container)
-        policy = ModuleWrapPolicy({Block})
-        model.one = FSDP(model.one, auto_wrap_policy=policy, use_orig_params=use_orig_params)
-        model.other = FSDP(model.other, use_orig_params=use_orig_params)
+        plain, model = (seeded(partial(chain, Block, Block, LINEAR)) for _ in range(2))
+        model[0] = wrap(model[0], auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+        model[1] = wrap(model[1])
         other = way(model)
         assert layout_of(other) == layout_of(model)
         assert_apart(model, other)
         for module in (plain, model, other):
             square(module, batch(0)).backward()
         for module in (model, other):
-            pair_of(plain.one, module.one).compare_gradients()
-            pair_of(plain.other, module.other).compare_gradients()
-            assert_close(module.plain.weight.grad, plain.plain.weight.grad, "gradient")
+            for index in (0, 1):
+                pair_of(plain[index], module[index]).compare_gradients()
+            assert_close(module[2].weight.grad, plain[2].weight.grad, "gradient")
 
 
 @both_forms
@@ -336,61 +306,42 @@ def _note(calls: list[str], what: str, *_: Any) -> None:
     calls.append(what)
 
 
-class Noting(nn.Module):
-    """Records its calls on itself, so that a copy records its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.calls = nn.Linear(DIM, DIM), list[str]()
-        self.extra = {"numbers": [1, 2], "tensor": torch.ones(2)}
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)
-
-    def get_extra_state(self) -> dict[str, int]:
-        return {"calls": len(self.calls)}
-
-    def set_extra_state(self, state: dict[str, int]) -> None:
-        pass
-
-    def encode(self, x: Tensor) -> Tensor:
-        return self.inner(x) + 1
-
-
 @both_forms
 @ways
 @on_ranks(2)
 def test_hooks_attributes_and_registered_methods_are_copied(
     way: Way, use_orig_params: bool
 ) -> None:
-    inner = Noting()
-    inner.register_forward_pre_hook(partial(_note, inner.calls, "before"))
-    inner.inner.register_forward_hook(partial(_note, inner.calls, "linear"))
+    inner, calls = seeded(Fragile), list[str]()
+    inner.calls = calls
+    inner.register_forward_pre_hook(partial(_note, calls, "before"))
+    inner.down.register_forward_hook(partial(_note, calls, "linear"))
     policy = ModuleWrapPolicy({nn.Linear})
     model = FSDP(inner, auto_wrap_policy=policy, use_orig_params=use_orig_params)
-    model.register_forward_hook(partial(_note, inner.calls, "after"))
-    model.my_note = "a note"
+    model.register_forward_hook(partial(_note, calls, "after"))
     for parameter in model.parameters():
         parameter.my_mark = 7
-    register_fsdp_forward_method(model, "encode")
+    register_fsdp_forward_method(model, "_compute")
     FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
     other = way(model.eval())
-    assert not other.training and not other.module.inner.training
-    assert other.my_note == "a note"
-    assert other.module.extra["numbers"] is not inner.extra["numbers"]
+    assert not other.training and not other.module.down.training
     assert FSDP.get_state_dict_type(other).state_dict_type is StateDictType.SHARDED_STATE_DICT
     with torch.no_grad():
-        assert torch.equal(other.encode(batch(0)), model.encode(batch(0)))
-        inner.calls.clear()
+        assert torch.equal(other._compute(batch(0)), model._compute(batch(0)))
+        calls.clear()
         other.module.calls.clear()
         other(batch(0))
-    assert (inner.calls, other.module.calls) == ([], ["before", "linear", "after"])
+    assert (calls, other.module.calls) == ([], ["before", "linear", "after"])
     if use_orig_params and way is not by_deepcopy:  # torch copies parameters without attributes
-        assert [p.my_mark for p in other.parameters()] == [7, 7]
-    assert list(other.state_dict()) == list(model.state_dict())
+        assert [p.my_mark for p in other.parameters()] == [7] * 6
 
 
 # -- moments of copying
+
+
+class NoCopy:
+    def __reduce__(self) -> Any:
+        raise RuntimeError("cannot be copied")
 
 
 def _summons(model: Any) -> None:
@@ -410,24 +361,37 @@ def _fails_in_backward(model: Any) -> None:
     model[1].module.fault_in_backward = False
 
 
-MOMENTS: dict[str, Callable[[Any], Any]] = {
-    "forward": lambda model: model(batch(7)),
-    "evaluation": torch.no_grad()(lambda model: model(batch(7))),
-    "inference": torch.inference_mode()(lambda model: model(batch(7))),
-    "summon_full_params": _summons,
-    "load_state_dict": lambda model: model.load_state_dict(model.state_dict()),
-    "an exception in forward": _fails_in_forward,
-    "an exception in backward": _fails_in_backward,
-}
+def _fails_to_copy(model: Any) -> None:
+    model[2].module.odd = NoCopy()
+    for way in TWO_WAYS:
+        with pytest.raises(RuntimeError, match="cannot be copied"):
+            way(model)
+    del model[2].module.odd
 
 
+MOMENTS: tuple[Callable[[Any], Any], ...] = (
+    lambda model: model(batch(7)),
+    torch.no_grad()(lambda model: model(batch(7))),
+    torch.inference_mode()(lambda model: model(batch(7))),
+    lambda model: model.load_state_dict(model.state_dict()),
+    _summons,
+    _fails_in_forward,
+    _fails_in_backward,
+    _fails_to_copy,
+)
+
+
+@each_value
 @pytest.mark.parametrize("way", TWO_WAYS)
+@both_strategies
 @on_ranks(2)
-def test_copy_works_at_any_point_between_steps(way: Way) -> None:
-    pair = make("fragile", use_orig_params=True)
-    for name, happens in MOMENTS.items():
-        with about(f"after {name}"):
+def test_copy_works_at_any_point_between_steps(strategy: ShardingStrategy, way: Way) -> None:
+    pair = make("fragile", use_orig_params=True, sharding_strategy=strategy)
+    layout = layout_of(pair.model)
+    for index, happens in enumerate(MOMENTS):
+        with about(f"moment {index}"):
             happens(pair.model)
+            assert layout_of(pair.model) == layout
             copied(pair, way).step()
             pair.optim.zero_grad()
             pair.step()
@@ -440,35 +404,12 @@ def test_a_copy_leaves_accumulated_gradients_to_the_original(use_orig_params: bo
     with pair.model.no_sync():
         pair.backwards()
         other = copied(pair, by_deepcopy)
-    assert all(unit.residency is Residency.SHARDED for unit in other.model._runtime.units)
+    other.assert_idle()
     other.step()
     pair.step()
 
 
-class NoCopy:
-    def __reduce__(self) -> Any:
-        raise RuntimeError("cannot be copied")
-
-
-@on_ranks(2)
-def test_failed_copy_leaves_the_original_unchanged() -> None:
-    pair = make("nested")
-    layout, head = layout_of(pair.model), pair.model.module.head
-    for way in TWO_WAYS:
-        head.odd = NoCopy()
-        with pytest.raises(RuntimeError, match="cannot be copied"):
-            way(pair.model)
-        assert layout_of(pair.model) == layout
-        pair.step()
-        del head.odd
-        copied(pair, way).step()
-
-
 # -- moving averages, optimizers
-
-
-def _frozen_copy(model: nn.Module) -> nn.Module:
-    return copy.deepcopy(model).requires_grad_(False)
 
 
 @torch.no_grad()
@@ -479,11 +420,8 @@ def _move(average: nn.Module, current: nn.Module) -> None:
 
 _update, _moving = AveragedModel.update_parameters, get_ema_multi_avg_fn(0.9)
 AVERAGES: dict[str, tuple[str, Callable[[nn.Module], Any], Callable[..., None]]] = {
-    "by hand": ("mixed", _frozen_copy, _move),
-    "by hand, nested": ("nested", _frozen_copy, _move),
-    "by hand, tied": ("tied", _frozen_copy, _move),
-    "AveragedModel": ("mixed inside", AveragedModel, _update),
-    "moving": ("mixed inside", partial(AveragedModel, multi_avg_fn=_moving), _update),
+    "by hand": ("mixed", lambda model: copy.deepcopy(model).requires_grad_(False), _move),
+    "AveragedModel": ("mixed inside", partial(AveragedModel, multi_avg_fn=_moving), _update),
     "with buffers": ("nested", partial(AveragedModel, use_buffers=True), _update),
 }
 
@@ -547,7 +485,7 @@ def test_a_pickle_is_as_large_as_the_shard(use_orig_params: bool) -> None:
     build = partial(chain, *[partial(nn.Linear, 256, 256)] * 4)
     model = make_pair(build, (nn.Linear,), use_orig_params=use_orig_params).model
     model(torch.randn(2, 256)).sum().backward()
-    shard = sum(group.store.shard.nbytes for group in model._runtime.groups)
+    shard = sum(memory_of(model).values())
     file = io.BytesIO()
     torch.save(model, file)
     assert shard >= 4 * 256 * 257 * 4 // 2
@@ -557,50 +495,32 @@ def test_a_pickle_is_as_large_as_the_shard(use_orig_params: bool) -> None:
         assert sum(memory_of(way(model)).values()) <= shard + 4096
 
 
-def _fill(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        nn.init.constant_(parameter, 0.25)
+def _packed(strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD) -> bytes:
+    return pickle.dumps(make("nested", use_orig_params=True, sharding_strategy=strategy).model)
 
 
-def _hands_a_pickle_over() -> bytes:
-    model = make("nested", use_orig_params=True).model
-    _fill(model)
-    return pickle.dumps(model)
-
-
-def _takes_its_pickle(packed: list[bytes]) -> None:
-    plain = seeded(MODELS["nested"][0])
-    _fill(plain)
-    pair = pair_of(plain, pickle.loads(packed[dist.get_rank()]))
-    pair.assert_state_equal()
-    for _ in range(2):
-        pair.step()
-
-
-def test_pickle_loads_in_another_program_with_the_same_world_size() -> None:
-    run_ranks(2, _takes_its_pickle, run_ranks(2, _hands_a_pickle_over))
-
-
-def _loads_another_ranks_pickle(packed: bytes, strategy: ShardingStrategy | None) -> str:
-    if strategy is not None:
-        given = [pickle.dumps(make("stack", sharding_strategy=strategy).model)]
-        dist.broadcast_object_list(given, 0)
-        packed = given[0]
+def _trains(pickles: list[bytes]) -> str:
+    """Train the model of this rank's pickle if all ranks can load theirs; return the error."""
+    messages = [""] * dist.get_world_size()
+    plain, model, message = make("nested").plain, None, ""
     try:
-        model = pickle.loads(packed)
+        model = pickle.loads(pickles[dist.get_rank()])
     except UsageError as error:
-        return str(error)
-    if strategy is NO_SHARD:
-        model(batch(0)).sum().backward()
-    return ""
+        message = str(error)
+    dist.all_gather_object(messages, message)
+    if not any(messages):
+        pair = pair_of(plain, model)
+        pair.assert_state_equal()
+        pair.step()
+    return message
 
 
-def test_only_replicas_may_load_the_pickle_of_another_rank() -> None:
-    assert run_ranks(2, _loads_another_ranks_pickle, b"", NO_SHARD) == ["", ""]
-    mine, other = run_ranks(2, _loads_another_ranks_pickle, b"", ShardingStrategy.FULL_SHARD)
+def test_a_pickle_loads_in_another_program_where_its_rank_or_a_replica_was() -> None:
+    assert run_ranks(2, _trains, run_ranks(2, _packed)) == ["", ""]
+    assert run_ranks(2, _trains, run_ranks(2, _packed, NO_SHARD)[:1] * 2) == ["", ""]
+    mine, other = run_ranks(2, _trains, run_ranks(2, _packed)[:1] * 2)
     assert mine == ""
     assert "expected: the shards of rank 1 of 2" in other
     assert "got:      those of rank 0" in other
-    (packed,) = run_ranks(1, _hands_a_pickle_over)
-    for message in run_ranks(2, _loads_another_ranks_pickle, packed, None):
+    for message in run_ranks(2, _trains, run_ranks(1, _packed) * 2):
         assert "of the ranks [0]" in message

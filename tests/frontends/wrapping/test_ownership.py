@@ -14,14 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_compat import FullStateDictConfig, FullyShardedDataParallel, StateDictType, StateError
+from fsdp_compat import FullStateDictConfig, StateDictType, StateError
+from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.wrap import ModuleWrapPolicy, always_wrap_policy
 from tests.support.models import Stack
 from tests.support.pairwise import pairwise
 from tests.support.parity import Pair, both_forms, make_pair, seeded, square
 from tests.support.ranks import on_ranks
+from tests.support.units import without_wrappers
 
-FSDP = FullyShardedDataParallel
+LINEARS = ModuleWrapPolicy({nn.Linear})
 
 
 def network() -> nn.Sequential:
@@ -34,9 +36,7 @@ def test_whole_parameters_are_freed_when_they_are_sharded(use_orig_params: bool)
     model = network()
     whole = sum(p.numel() for p in model.parameters())
     originals = [weakref.ref(p) for p in model.parameters()]
-    sharded = FSDP(
-        model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=use_orig_params
-    )
+    sharded = FSDP(model, auto_wrap_policy=LINEARS, use_orig_params=use_orig_params)
     gc.collect()
     if not use_orig_params:
         assert all(ref() is None for ref in originals), "nothing holds the whole parameters"
@@ -56,21 +56,17 @@ def test_whole_parameters_are_let_go_unit_by_unit() -> None:
         alive.extend(ref() is not None for ref in first)
         module.to_empty(device="cpu", recurse=False)
 
-    FSDP(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), param_init_fn=init)
+    FSDP(model, auto_wrap_policy=LINEARS, param_init_fn=init)
     assert alive == [False, False], "the first unit is sharded before the second gets its values"
 
 
 @both_forms
 @on_ranks(2)
 def test_a_wrapped_module_can_be_printed(use_orig_params: bool) -> None:
-    expected = repr(network())
-    model = FSDP(
-        network(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=use_orig_params
-    )
+    model = FSDP(network(), auto_wrap_policy=LINEARS, use_orig_params=use_orig_params)
     names = [name for name, _ in model.named_parameters()]
-    for text in (repr(model), f"{model}"):
-        for line in expected.splitlines()[1:-1]:
-            assert line.partition("): ")[2] in text
+    for line in repr(network()).splitlines()[1:-1]:
+        assert line.partition("): ")[2] in repr(model)
     assert names == [name for name, _ in model.named_parameters()]
     assert torch.equal(model(torch.ones(2, 8)), network()(torch.ones(2, 8)))
 
@@ -80,15 +76,15 @@ def test_a_wrapped_module_can_be_printed(use_orig_params: bool) -> None:
 def test_parameters_between_steps_are_flat(use_orig_params: bool) -> None:
     """Original parameters are flat parts, with names as before."""
     pair = make_pair(Stack, use_orig_params=use_orig_params)
-    wrapped = "_fsdp_wrapped_module"
     found = dict(pair.model.named_parameters())
     assert {p.dim() for p in found.values()} == {1}
     if not use_orig_params:
+        wrapped = "_fsdp_wrapped_module"
         units = ["", *(f"blocks.{index}.{wrapped}." for index in range(3))]
         assert list(found) == [f"{wrapped}.{unit}_flat_param" for unit in units]
         return
     expected = {name: p.numel() for name, p in pair.plain.named_parameters()}
-    assert [name.replace(f"{wrapped}.", "") for name in found] == list(expected)
+    assert [without_wrappers(name) for name in found] == list(expected)
     sizes = torch.tensor([p.numel() for p in found.values()])
     dist.all_reduce(sizes)
     assert sizes.tolist() == list(expected.values())
@@ -172,13 +168,13 @@ class TiedBlocks(nn.Module):
 @both_forms
 @on_ranks(2)
 def test_a_container_that_is_never_called_owns_no_parameters(use_orig_params: bool) -> None:
-    policy = always_wrap_policy
-    make_pair(TiedBlocks, auto_wrap_policy=policy, use_orig_params=use_orig_params).step()
+    options = {"auto_wrap_policy": always_wrap_policy, "use_orig_params": use_orig_params}
+    make_pair(TiedBlocks, **options).step()
 
 
-class WithOwnParameters(nn.Module):
-    """The root's parameters lie beside modules that are units: what holds its attributes reaches
-    the units, and thereby the root."""
+class KeepsLoss(nn.Module):
+    """Has parameters beside modules that are units, and keeps its loss, and thereby the graph of
+    the last forward: what holds any of these reaches the root."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,18 +182,7 @@ class WithOwnParameters(nn.Module):
         self.inner = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x) * self.scale
-
-
-class WithLoss(nn.Module):
-    """Keeps its loss, and thereby the graph of the last forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.inner(x)
+        y = self.inner(x) * self.scale
         self.loss = y.pow(2).mean()
         return y
 
@@ -211,17 +196,14 @@ def test_an_unreferenced_model_is_freed_completely(
     use_orig_params: bool, forward_replaced: bool, sync: bool
 ) -> None:
     def train_and_drop() -> weakref.ref[nn.Module]:
-        model = WithOwnParameters()
-        model.inner[1] = WithLoss()
+        model = KeepsLoss()
         if forward_replaced:  # as libraries that wrap calls do; the function holds the module
-            model.forward = functools.partial(WithOwnParameters.forward, model)
-        sharded = FSDP(
-            model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=use_orig_params
-        )
+            model.forward = functools.partial(KeepsLoss.forward, model)
+        sharded = FSDP(model, auto_wrap_policy=LINEARS, use_orig_params=use_orig_params)
         optimizer = torch.optim.Adam(sharded.parameters())
         for _ in range(2):
             with contextlib.nullcontext() if sync else sharded.no_sync():
-                loss = sharded(torch.ones(2, 8)).sum() + model.inner[1].loss
+                loss = sharded(torch.ones(2, 8)).sum() + model.loss
                 loss.backward(retain_graph=True)
                 loss.backward()
             optimizer.step()

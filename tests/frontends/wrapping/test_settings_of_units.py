@@ -13,14 +13,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 import torch.distributed.fsdp.wrap as torch_wrap
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compat import (
     BackwardPrefetch,
+    CPUOffload,
     FlatParameter,
-    FullOptimStateDictConfig,
     FullStateDictConfig,
     MixedPrecision,
     ShardedOptimStateDictConfig,
@@ -114,9 +113,11 @@ def test_every_strategy_nested_in_every_other_trains_as_unsharded(
 @on_ranks(2)
 def test_units_may_differ_in_use_orig_params(root: bool, expected: tuple[int, int]) -> None:
     """The numbers of FlatParameters and of others in the optimizer."""
-    policy = CustomPolicy(
-        partial(_answers, {Outer: {"use_orig_params": not root}, Inner: {"use_orig_params": root}})
-    )
+    answers: dict[type[nn.Module], Any] = {
+        Outer: {"use_orig_params": not root},
+        Inner: {"use_orig_params": root},
+    }
+    policy = CustomPolicy(partial(_answers, answers))
     model = FSDP(seeded(NESTED), auto_wrap_policy=policy, use_orig_params=root)
     parameters = list(_train(model).model.parameters())
     flat = sum(isinstance(p, FlatParameter) for p in parameters)
@@ -126,64 +127,8 @@ def test_units_may_differ_in_use_orig_params(root: bool, expected: tuple[int, in
 # -- dtypes
 
 
-class Computes(nn.Module):
-    """compute: the dtype in which the unsharded copy computes."""
-
-    def __init__(self, compute: torch.dtype | None = None) -> None:
-        super().__init__()
-        self.weight, self.bias = (
-            nn.Parameter(torch.randn(DIM, DIM) * 0.3),
-            nn.Parameter(torch.randn(DIM)),
-        )
-        self.compute = compute
-
-    def forward(self, x: Tensor) -> Tensor:
-        x, weight, bias = (
-            t if self.compute is None else t.to(self.compute) for t in (x, self.weight, self.bias)
-        )
-        self.seen = x.dtype, weight.dtype
-        return x + F.linear(x, weight, bias).tanh()
-
-
-DTYPES = [torch.bfloat16, torch.float32, torch.float16, torch.float64, torch.bfloat16]
-
-
-@each_value
-@both_forms
-@pytest.mark.parametrize("by_hand", [False, True])
-@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
-@on_ranks(2)
-def test_every_unit_computes_in_the_dtype_it_was_given(
-    strategy: ShardingStrategy, by_hand: bool, use_orig_params: bool
-) -> None:
-    plain, model = (seeded(partial(chain, *[Computes] * len(DTYPES))) for _ in range(2))
-    precisions = {}
-    for dtype, unit, ours in zip(DTYPES, plain, model, strict=True):
-        unit.compute = dtype
-        reduce_dtype = torch.promote_types(dtype, torch.float32)
-        precisions[ours] = MixedPrecision(dtype, reduce_dtype, cast_forward_inputs=True)
-    options: dict[str, Any] = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
-    if by_hand:
-        wrapped = [FSDP(unit, mixed_precision=precisions[unit], **options) for unit in model]
-        model = FSDP(nn.Sequential(*wrapped), **options)
-    else:
-        policy = CustomPolicy(
-            lambda m: {"mixed_precision": precisions[m]} if isinstance(m, Computes) else False
-        )
-        model = FSDP(model, auto_wrap_policy=policy, **options)
-    pair = Pair(plain, model)
-    for _ in range(2):
-        pair.step()
-        assert [unit.seen for unit in model.module] == [(dtype, dtype) for dtype in DTYPES]
-        units = FSDP.fsdp_modules(model)
-        assert [unit.mixed_precision.param_dtype for unit in units] == [None, *DTYPES]
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-
-
 LINEAR, NORM = partial(nn.Linear, DIM, DIM), partial(nn.BatchNorm1d, DIM)
 NORMED = partial(chain, LINEAR, NORM, nn.Tanh, LINEAR, NORM, partial(nn.Linear, DIM, 3))
-
-
 DIFFERENT = partial(chain, Block, Inner, Block, Inner, partial(nn.Linear, DIM, 3))
 
 
@@ -218,30 +163,6 @@ def test_units_with_different_settings_are_bit_equal_to_torch(
         },
     }[name]
     assert_as_torch(partial(trained, with_state=True, use_orig_params=use_orig_params, **options))
-
-
-# -- prefetching, which changes the timing and never the values
-
-PREFETCHING: dict[str, Any] = {
-    "backward_prefetch": (*BackwardPrefetch, None),
-    "forward_prefetch": (False, True),
-    "limit_all_gathers": (False, True),
-}
-
-
-@on_ranks(2)
-def test_units_with_different_prefetching_train_as_unsharded() -> None:
-    """The root's setting applies to all units."""
-    settings = itertools.cycle(itertools.product(*PREFETCHING.values()))
-
-    def choose(module: nn.Module) -> bool | dict[str, Any]:
-        if not isinstance(module, (Outer, Inner)):
-            return False
-        return dict(zip(PREFETCHING, next(settings), strict=True))
-
-    for root in (*BackwardPrefetch, None):
-        policy = CustomPolicy(choose)
-        _train(FSDP(seeded(NESTED), auto_wrap_policy=policy, backward_prefetch=root))
 
 
 # -- the ranks
@@ -284,34 +205,29 @@ def test_units_may_have_process_groups_and_meshes_of_their_own() -> None:
 # -- torch's own objects
 
 
+@pytest.mark.parametrize("strategy", [s.name for s in ShardingStrategy])
 @on_ranks(2)
-def test_torch_settings_are_accepted() -> None:
+def test_torch_settings_are_accepted(strategy: str) -> None:
     """In the constructor and in the answers of a policy of torch's."""
-    options, low = _options(), partial(torch_fsdp.MixedPrecision, cast_forward_inputs=True)
-    prefetches = itertools.cycle((*torch_fsdp.BackwardPrefetch, None))
-    answer = options[HYBRID] | {
-        "sharding_strategy": torch_fsdp.ShardingStrategy.HYBRID_SHARD,
-        "mixed_precision": low(torch.float32),
-    }
-    policy = torch_wrap.CustomPolicy(
-        lambda module: answer if isinstance(module, Inner) else isinstance(module, Outer)
+    ours, theirs, options = ShardingStrategy[strategy], torch_fsdp.ShardingStrategy, _options()
+    low = torch_fsdp.MixedPrecision(torch.float32, cast_forward_inputs=True)
+    inner = options[HYBRID] | {"sharding_strategy": theirs.HYBRID_SHARD, "mixed_precision": low}
+    model = FSDP(
+        seeded(NESTED),
+        auto_wrap_policy=torch_wrap.CustomPolicy(partial(_answers, {Outer: True, Inner: inner})),
+        backward_prefetch=torch_fsdp.BackwardPrefetch.BACKWARD_POST,
+        cpu_offload=torch_fsdp.CPUOffload(offload_params=True),
+        mixed_precision=torch_fsdp.MixedPrecision(reduce_dtype=torch.float32),
+        **(options[ours] | {"sharding_strategy": theirs[strategy]}),
     )
-    for strategy, prefetch in zip(torch_fsdp.ShardingStrategy, prefetches, strict=False):
-        ours = ShardingStrategy[strategy.name]
-        model = FSDP(
-            seeded(NESTED),
-            auto_wrap_policy=policy,
-            backward_prefetch=prefetch,
-            cpu_offload=torch_fsdp.CPUOffload(offload_params=True),
-            mixed_precision=torch_fsdp.MixedPrecision(reduce_dtype=torch.float32),
-            **(options[ours] | {"sharding_strategy": strategy}),
-        )
-        units = FSDP.fsdp_modules(model)
-        assert [unit.sharding_strategy for unit in units] == [ours, *[ours, HYBRID, HYBRID] * 2]
-        own = MixedPrecision(reduce_dtype=torch.float32)
-        inner = MixedPrecision(torch.float32, cast_forward_inputs=True)
-        assert [unit.mixed_precision for unit in units] == [own, *[own, inner, inner] * 2]
-        _train(model)
+    root = ours, MixedPrecision(reduce_dtype=torch.float32)
+    below = HYBRID, MixedPrecision(torch.float32, cast_forward_inputs=True)
+    units = FSDP.fsdp_modules(model)
+    found = [(unit.sharding_strategy, unit.mixed_precision) for unit in units]
+    assert found == [root, *[root, below, below] * 2]
+    assert model.backward_prefetch is BackwardPrefetch.BACKWARD_POST
+    assert model.cpu_offload == CPUOffload(offload_params=True)
+    _train(model)
 
 
 @on_ranks(2)
@@ -328,12 +244,12 @@ def test_torch_wrap_accepts_our_class() -> None:
 
 @on_ranks(2)
 def test_torch_state_dict_types_and_configs_are_accepted() -> None:
-    model, kinds = FSDP(seeded(NESTED)), torch_fsdp.StateDictType
+    model, theirs = FSDP(seeded(NESTED)), torch_fsdp
     FSDP.set_state_dict_type(
         model,
-        kinds.SHARDED_STATE_DICT,
-        torch_fsdp.ShardedStateDictConfig(offload_to_cpu=True),
-        torch_fsdp.ShardedOptimStateDictConfig(offload_to_cpu=False),
+        theirs.StateDictType.SHARDED_STATE_DICT,
+        theirs.ShardedStateDictConfig(offload_to_cpu=True),
+        theirs.ShardedOptimStateDictConfig(offload_to_cpu=False),
     )
     sharded = StateDictSettings(
         StateDictType.SHARDED_STATE_DICT,
@@ -341,13 +257,10 @@ def test_torch_state_dict_types_and_configs_are_accepted() -> None:
         ShardedOptimStateDictConfig(offload_to_cpu=False),
     )
     assert FSDP.get_state_dict_type(model) == sharded
-    config = torch_fsdp.FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
-    optim_config = torch_fsdp.FullOptimStateDictConfig(rank0_only=True)
-    with FSDP.state_dict_type(model, kinds.FULL_STATE_DICT, config, optim_config):
-        assert FSDP.get_state_dict_type(model) == StateDictSettings(
-            StateDictType.FULL_STATE_DICT,
-            FullStateDictConfig(offload_to_cpu=True, rank0_only=True),
-            FullOptimStateDictConfig(rank0_only=True),
-        )
+    config = theirs.FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+    with FSDP.state_dict_type(model, theirs.StateDictType.FULL_STATE_DICT, config):
+        got = FSDP.get_state_dict_type(model)
+        assert got.state_dict_type is StateDictType.FULL_STATE_DICT
+        assert got.state_dict_config == FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
         assert bool(model.state_dict()) is (dist.get_rank() == 0)
     assert FSDP.get_state_dict_type(model) == sharded

@@ -7,7 +7,6 @@ import copy
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,16 +22,22 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.fsdp import wrap as torch_wrap
 from torch.distributed.fsdp._wrap_utils import _auto_wrap
 
+from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat import MixedPrecision, StateError, UsageError
 from fsdp_compat import wrap as our_wrap
-from fsdp_compat._front_ends.flat.construction import plan_wrapping
-from fsdp_compat.api import MixedPrecision
-from fsdp_compat.errors import StateError, UsageError
+from tests.support.models import Block, Stack, encoder_layer
+from tests.support.ranks import on_ranks
 from tests.support.sampling import at_most
+from tests.support.units import units_of
 
-Names = dict[str, dict[str, Any]]  # name of a module -> the keyword arguments of its unit
+Units = dict[str, dict[str, Any]]  # name of a module -> settings of its unit
+
+by_class, custom = our_wrap.ModuleWrapPolicy, our_wrap.CustomPolicy
+always, by_size = our_wrap.always_wrap_policy, our_wrap.size_based_auto_wrap_policy
+TwoBlocks = partial(Stack, 2)
 
 
-class Unit(nn.Module):
+class Recorder(nn.Module):
     """A wrapper that only records its arguments."""
 
     def __init__(self, module: nn.Module, **kwargs: Any) -> None:
@@ -41,100 +46,11 @@ class Unit(nn.Module):
         self.kwargs = kwargs
 
 
-class Wrapped(Unit):
-    """A wrapper that is a unit already."""
-
-
-class Block(nn.Module):
-    def __init__(self, width: int = 4) -> None:
-        super().__init__()
-        self.first = nn.Linear(width, width)
-        self.norm = nn.LayerNorm(width)
-        self.act = nn.ReLU()
-
-
-def blocks() -> nn.Module:
-    """Two blocks in a ModuleList below an embedding: the shape of most models."""
-    model = nn.Module()
-    model.embed = nn.Embedding(10, 4)
-    model.layers = nn.ModuleList([Block(), Block()])
-    model.head = nn.Sequential(nn.Linear(4, 10), nn.Dropout())
-    return model
-
-
-def wrapped_block() -> nn.Module:
-    model = blocks()
-    model.layers[0] = Wrapped(model.layers[0])
-    return model
-
-
-def wrapped_linear() -> nn.Module:
-    small = nn.Sequential(Wrapped(nn.Linear(9, 9)), nn.Linear(1, 1))
-    return nn.Sequential(small, nn.Linear(9, 9))
-
-
-def shared() -> nn.Module:
-    """A module of 12 elements in two places."""
-    linear = nn.Linear(5, 2)
-    return nn.Sequential(nn.Sequential(linear), nn.Sequential(linear, nn.Linear(2, 2)))
-
-
-def bare() -> nn.Module:
-    """Most modules have no parameters."""
-    linear, empty = nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Sequential(nn.Dropout())
-    return nn.Sequential(nn.ReLU(), empty, linear)
-
-
-def attention() -> nn.Module:
-    """Of 288 elements in its attention, 72 are in the output projection."""
-    return nn.TransformerEncoderLayer(8, 2, 16)
-
-
-def plan_names(
-    root: nn.Module, policy: Any, ignored: set[nn.Module] | None = None, **kwargs: Any
-) -> Names:
-    """Return the choice of `plan_wrapping` by name, in order. Parameters of ``ignored`` modules are
-    ignored too; every `Wrapped` is a unit already."""
-    names = {module: name for name, module in root.named_modules()}
-    parts = with_parameters(ignored or set())
-    plan = plan_wrapping(root, policy, *parts, kwargs, is_wrapped=lambda m: type(m) is Wrapped)
-    return {names[module]: arguments for module, arguments in plan.items()}
-
-
-def torch_names(
-    root: nn.Module, policy: Any, ignored: set[str] | None = None, **kwargs: Any
-) -> Names:
-    """Return the modules that torch wraps, by name, children first."""
-    root, policy = copy.deepcopy((root, policy))
-    modules = dict(root.named_modules())
-    names = {module: name for name, module in modules.items()}
-    found: Names = {}
-
-    class Recorder(Unit):
-        def __init__(self, module: nn.Module, **kwargs: Any) -> None:
-            super().__init__(module, **kwargs)
-            kwargs.pop("auto_wrap_policy", None)
-            found[names[module]] = kwargs
-
-    ignored_modules, ignored_parameters = with_parameters({modules[name] for name in ignored or ()})
-    kwargs = {"mixed_precision": None, "use_orig_params": True, **kwargs}
-    _auto_wrap(root, policy, ignored_modules, ignored_parameters, kwargs, Recorder)
-    return found
-
-
-def with_parameters(ignored: set[nn.Module]) -> tuple[set[nn.Module], set[nn.Parameter]]:
-    modules = {inner for module in ignored for inner in module.modules()}
-    return modules, {
-        parameter for module in modules for parameter in module.parameters(recurse=False)
-    }
+class OtherRecorder(Recorder):
+    pass
 
 
 # The choice of each policy.
-
-
-by_class, custom = our_wrap.ModuleWrapPolicy, our_wrap.CustomPolicy
-always, by_size = our_wrap.always_wrap_policy, our_wrap.size_based_auto_wrap_policy
-by_lambda = our_wrap.lambda_auto_wrap_policy
 
 
 def from_size(numel: int, **options: Any) -> Any:
@@ -149,93 +65,101 @@ def is_a(*classes: type[nn.Module]) -> Callable[[nn.Module], bool]:
     return lambda module: isinstance(module, classes)
 
 
-LAYERS, LINEARS = ["layers.0", "layers.1"], ["linear1", "linear2"]
-EVERY = ["embed", "layers.0.first", "layers.0.norm", "layers.0", "layers.1.first"]
-EVERY += ["layers.1.norm", "layers.1", "layers", "head.0", "head"]
-OTHERS = {"force_leaf_modules": {nn.Sequential}, "exclude_wrap_modules": {Block}}
+def wrapped_block() -> nn.Module:
+    model = TwoBlocks()
+    model.blocks[0] = FSDP(model.blocks[0])
+    return model
 
 
-@pytest.mark.parametrize(
-    ("make", "policy", "chosen"),
-    [
-        (blocks, by_class({Block}), LAYERS),
-        (blocks, by_class([nn.Linear]), ["layers.0.first", "layers.1.first", "head.0"]),
-        (blocks, by_class({nn.Conv2d}), []),
-        (blocks, custom(is_a(nn.Embedding)), ["embed"]),
-        (blocks, custom(lambda module: {}), []),
-        (blocks, layers_of(Block), LAYERS),
-        (blocks, partial(by_lambda, lambda_fn=is_a(nn.Sequential)), ["head"]),
-        (blocks, always, EVERY),
-        # embed has 40 elements, a block 28 of which its Linear has 20, the head 50
-        (blocks, from_size(28), ["embed", *LAYERS, "head.0"]),
-        (blocks, from_size(50), ["head.0"]),
-        (blocks, by_size, []),
-        (blocks, from_size(28, **OTHERS), ["embed", "layers"]),
-        (shared, by_class({nn.Linear}), ["0.0", "1.1"]),
-        (shared, from_size(7), ["0.0"]),
-        (wrapped_block, by_class({Block, Wrapped}), ["layers.1"]),
-        (wrapped_block, custom(is_a(Block, Wrapped)), ["layers.1"]),
-        (wrapped_block, layers_of(Block, Wrapped), ["layers.1"]),
-        (wrapped_linear, from_size(10), ["1"]),
-        (bare, always, ["2.0", "2"]),
-        (bare, custom(lambda module: True), ["2.0", "2"]),
-        # the output projection is never a unit, and counted for its attention
-        (attention, by_class({nn.Linear}), LINEARS),
-        (attention, custom(is_a(nn.Linear)), LINEARS),
-        (attention, layers_of(nn.Linear), LINEARS),
-        (attention, torch_wrap.ModuleWrapPolicy({nn.Linear}), LINEARS),
-        (attention, from_size(60, force_leaf_modules=set()), ["self_attn", *LINEARS]),
-        (attention, from_size(217, force_leaf_modules=set()), ["self_attn"]),
-    ],
-)
-def test_policies_choose_modules_children_first(
-    make: Callable[[], nn.Module], policy: Any, chosen: list[str]
-) -> None:
-    root = make()
-    before = list(root.named_modules())
-    assert list(plan_names(root, policy)) == chosen
-    assert list(root.named_modules()) == before, "planning changes nothing"
+def wrapped_linear() -> nn.Module:
+    small = nn.Sequential(FSDP(nn.Linear(9, 9)), nn.Linear(1, 1))
+    return nn.Sequential(small, nn.Linear(9, 9))
 
 
-def test_ignored_modules_and_parameters_are_neither_chosen_nor_counted() -> None:
-    root = blocks()
-    first = root.layers[0]
-    assert list(plan_names(root, by_class({Block}), {first})) == ["layers.1"]
-    assert list(plan_names(root, from_size(28), {first.norm})) == ["embed", "layers.1", "head.0"]
+def bare() -> nn.Module:
+    """Most modules have no parameters."""
+    linear, empty = nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Sequential(nn.Dropout())
+    return nn.Sequential(nn.ReLU(), empty, linear)
+
+
+class EveryModule:
+    """A policy object that ignores what it is told to."""
+
+    def _run_policy(
+        self, root: nn.Module, ignored: set[nn.Module], kwargs: dict[str, Any]
+    ) -> dict[nn.Module, Any]:
+        return {module: kwargs for module in root.modules()}
+
+
+BLOCKS, LINEARS = ["blocks.0", "blocks.1"], ["linear1", "linear2"]
+CHOICES: dict[str, tuple[Callable[[], nn.Module], Any, list[str]]] = {
+    # a block has 296 elements, of which none of its modules has more than 144
+    "size": (TwoBlocks, from_size(296), BLOCKS),
+    "a larger size": (TwoBlocks, from_size(297), []),
+    "a list of classes": (TwoBlocks, by_class([Block]), BLOCKS),
+    "wrapped, function": (wrapped_block, custom(is_a(Block, FSDP)), BLOCKS),
+    "wrapped, layers": (wrapped_block, layers_of(Block, FSDP), BLOCKS),
+    "wrapped, size": (wrapped_linear, from_size(10), ["0.0", "1"]),
+    "bare, always": (bare, always, ["2", "2.0"]),
+    "bare, function": (bare, custom(lambda module: True), ["2", "2.0"]),
+    # the output projection is never a unit, and counted for its attention: 72 of 288
+    "attention, classes": (encoder_layer, by_class({nn.Linear}), LINEARS),
+    "attention, function": (encoder_layer, custom(is_a(nn.Linear)), LINEARS),
+    "attention, layers": (encoder_layer, layers_of(nn.Linear), LINEARS),
+    "attention, policy of torch": (
+        encoder_layer,
+        torch_wrap.ModuleWrapPolicy({nn.Linear}),
+        LINEARS,
+    ),
+    "attention, size": (encoder_layer, from_size(217, force_leaf_modules=set()), ["self_attn"]),
+    "attention, smaller": (
+        encoder_layer,
+        from_size(60, force_leaf_modules=set()),
+        ["self_attn", *LINEARS],
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", CHOICES)
+@on_ranks(1)
+def test_policies_choose_modules(case: str) -> None:
+    make, policy, chosen = CHOICES[case]
+    assert list(units_of(FSDP(make(), auto_wrap_policy=policy))) == ["", *chosen]
+
+
+@on_ranks(1)
+def test_an_ignored_module_named_by_a_policy_object_is_not_chosen() -> None:
+    root = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model = FSDP(root, auto_wrap_policy=EveryModule(), ignored_modules=[root[0]])
+    assert list(units_of(model)) == ["", "1"]
+
+
+@on_ranks(1)
+def test_mixed_precision_makes_units_of_its_ignored_classes() -> None:
+    precision = MixedPrecision(torch.bfloat16)
+    for policy in (by_class({nn.Linear}), torch_wrap.ModuleWrapPolicy({nn.Linear}), by_size):
+        norms = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Sequential(nn.BatchNorm1d(2)))
+        units = units_of(FSDP(norms, auto_wrap_policy=policy, mixed_precision=precision))
+        expected = {"": precision, "1": MixedPrecision(), "2.0": MixedPrecision()}
+        expected |= {} if policy is by_size else {"0": precision}
+        assert {name: unit.mixed_precision for name, unit in units.items()} == expected
 
 
 def test_size_policy_defaults_are_attributes_of_the_function(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    policy = our_wrap.size_based_auto_wrap_policy
-    excluded, leaves = policy.EXCLUDE_WRAP_MODULES, policy.FORCE_LEAF_MODULES
+    excluded, leaves = by_size.EXCLUDE_WRAP_MODULES, by_size.FORCE_LEAF_MODULES
     assert (excluded, leaves) == ({nn.ModuleList, nn.ModuleDict}, {nn.MultiheadAttention})
-    monkeypatch.setattr(policy, "FORCE_LEAF_MODULES", {nn.ModuleList})
-    assert list(plan_names(blocks(), from_size(28))) == ["embed", "head.0"]
-    monkeypatch.setattr(policy, "EXCLUDE_WRAP_MODULES", {nn.Embedding})
-    assert list(plan_names(blocks(), from_size(28))) == ["head.0"]
 
+    def answers() -> list[bool]:
+        modules = (nn.ModuleList(), nn.Bilinear(1, 1, 1))
+        return [by_size(m, recurse, 10**9) for m in modules for recurse in (True, False)]
 
-def test_custom_policy_overrides_arguments_per_module() -> None:
-    def choose(module: nn.Module) -> bool | dict[str, Any]:
-        return {"forward_prefetch": True} if type(module) is Block else is_a(nn.Embedding)(module)
-
-    root_kwargs = {"forward_prefetch": False, "device_id": 3}
-    assert plan_names(blocks(), custom(choose), **root_kwargs) == {
-        "embed": {"forward_prefetch": False, "device_id": 3},
-        "layers.0": {"forward_prefetch": True, "device_id": 3},
-        "layers.1": {"forward_prefetch": True, "device_id": 3},
-    }
-    assert root_kwargs == {"forward_prefetch": False, "device_id": 3}
-
-
-@pytest.mark.parametrize("policy", [by_class({Block}), always])
-def test_units_do_not_share_their_arguments(policy: Any) -> None:
-    root_kwargs = {"device_id": 3}
-    root = blocks()
-    plan = plan_wrapping(root, policy, set(), set(), root_kwargs)
-    plan[root.layers[0]]["device_id"] = 4
-    assert plan[root.layers[1]] == root_kwargs == {"device_id": 3}
+    assert answers() == [True, False, True, True]
+    monkeypatch.setattr(by_size, "EXCLUDE_WRAP_MODULES", {nn.Bilinear})
+    monkeypatch.setattr(by_size, "FORCE_LEAF_MODULES", {nn.ModuleList})
+    assert answers() == [False, True, True, False]
 
 
 # The same as with torch.
@@ -279,23 +203,14 @@ def is_one_of(module: nn.Module, classes: set[type]) -> bool:
 
 
 def answer_for(module: nn.Module, classes: set[type]) -> bool | dict[str, Any]:
-    return (
-        {"device_id": 4} if type(module) is Block and Block in classes else type(module) in classes
-    )
-
-
-@dataclass
-class Model:
-    """A random tree of modules, and the names of modules to ignore."""
-
-    root: nn.Module
-    ignored: set[str]
+    chosen = type(module) in classes
+    return {"forward_prefetch": True} if chosen and type(module) is Block else chosen
 
 
 @st.composite
-def models(draw: st.DrawFn, shared: bool = True) -> Model:
-    """Draw trees of containers and layers of a few sizes. Layers, and whole subtrees if ``shared``,
-    can be registered twice."""
+def models(draw: st.DrawFn, shared: bool = True) -> tuple[nn.Module, set[str]]:
+    """Draw trees of containers and layers of a few sizes, and the names of modules to ignore.
+    Layers, and whole subtrees if ``shared``, can be registered twice."""
     made: list[nn.Module] = []
 
     def leaf() -> nn.Module:
@@ -319,27 +234,12 @@ def models(draw: st.DrawFn, shared: bool = True) -> Model:
         made.append(module)
         return module
 
-    root = nn.Sequential(*(part(3) for _ in range(draw(st.integers(1, 3)))))
+    root = nn.Sequential(*(part(3) for _ in range(draw(st.integers(1, 3)))), nn.Linear(1, 2))
     linears = [module for module in root.modules() if type(module) is nn.Linear]
     if len(linears) > 1 and draw(st.booleans()):
         linears[0].weight = linears[-1].weight
     names = [name for name, _ in root.named_modules() if name]
-    return Model(root, draw(st.sets(st.sampled_from(names), max_size=2)) if names else set())
-
-
-def is_policy_object(policy: Any) -> bool:
-    return hasattr(policy, "_run_policy")
-
-
-def without_bare(root: nn.Module, ignored: set[nn.Module], names: Names) -> Names:
-    """Drop modules without unignored parameters: torch wraps them, without effect."""
-    modules = dict(root.named_modules())
-    _, parameters = with_parameters(ignored)
-    return {
-        name: args
-        for name, args in names.items()
-        if any(p not in parameters for p in modules[name].parameters())
-    }
+    return root, draw(st.sets(st.sampled_from(names), max_size=2))
 
 
 PRECISIONS = st.none() | st.sampled_from(
@@ -347,119 +247,129 @@ PRECISIONS = st.none() | st.sampled_from(
 ).map(lambda classes: MixedPrecision(torch.bfloat16, _module_classes_to_ignore=classes))
 
 
+DEFAULTS = {"mixed_precision": MixedPrecision(), "forward_prefetch": False}
+
+
+def units_with_torch(
+    root: nn.Module, policy: Any, ignored: set[str], precision: MixedPrecision | None
+) -> Units:
+    """Return the modules that torch wraps, without those that have only ignored parameters, which
+    it wraps to no effect."""
+    modules = dict(copy.deepcopy(root).named_modules())
+    names = {module: name for name, module in modules.items()}
+    ignored_modules = {inner for name in ignored for inner in modules[name].modules()}
+    parameters = {p for module in ignored_modules for p in module.parameters()}
+    options = {"mixed_precision": precision, "forward_prefetch": False, "use_orig_params": True}
+    _auto_wrap(modules[""], policy, ignored_modules, parameters, options, Recorder)
+    return {
+        names[each.module]: {name: each.kwargs[name] or DEFAULTS[name] for name in DEFAULTS}
+        for each in modules[""].modules()
+        if isinstance(each, Recorder) and set(each.parameters()) - parameters
+    }
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "library", [our_wrap, torch_wrap], ids=["our policies", "the policies of torch"]
-)
-@settings(max_examples=at_most(40, of_all=150))
+@pytest.mark.parametrize("library", ["ours", "torch"])
+@on_ranks(1)
+@settings(max_examples=at_most(40, of_all=150), deadline=None)
 @given(data=st.data(), precision=PRECISIONS)
 def test_random_models_are_wrapped_as_by_torch(
-    library: Any, data: st.DataObject, precision: Any
+    library: str, data: st.DataObject, precision: MixedPrecision | None
 ) -> None:
-    policy = data.draw(policies(library))
-    model = data.draw(models(shared=is_policy_object(policy)))
-    if library is our_wrap and isinstance(policy, custom):
-        reference: Any = torch_wrap.CustomPolicy(policy._lambda_fn)
-    elif library is our_wrap and isinstance(policy, by_class):
+    policy: Any = data.draw(policies({"ours": our_wrap, "torch": torch_wrap}[library]))
+    root, ignored = data.draw(models(shared=hasattr(policy, "_run_policy")))
+    reference = policy
+    if isinstance(policy, custom):
+        reference = torch_wrap.CustomPolicy(policy._lambda_fn)
+    elif isinstance(policy, by_class):
         reference = torch_wrap.ModuleWrapPolicy(policy._module_classes)
-    else:
-        reference = policy
-    ignored = {model.root.get_submodule(name) for name in model.ignored}
-    kwargs = {"mixed_precision": precision, "use_orig_params": True, "device_id": 3}
-    theirs = torch_names(model.root, reference, model.ignored, **kwargs)
-    theirs = without_bare(model.root, ignored, theirs)
-    ours = plan_names(model.root, policy, ignored, **kwargs)
-    assert list(ours) == list(theirs)
-    assert ours == theirs
-
-
-# Shared, ignored and wrapped modules; intended differences from torch.
-
-
-def test_an_ignored_module_named_by_a_policy_object_is_not_chosen() -> None:
-    class Everything:
-        def _run_policy(
-            self, root: nn.Module, ignored: set[nn.Module], kwargs: dict[str, Any]
-        ) -> dict[nn.Module, Any]:
-            return {module: kwargs for module in root.modules()}
-
-    root = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    assert list(plan_wrapping(root, Everything(), {root[0]}, set(), {})) == [root[1]]
-
-
-def test_mixed_precision_makes_units_of_its_ignored_classes() -> None:
-    root = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Sequential(nn.BatchNorm1d(2)))
-    precision = MixedPrecision(torch.bfloat16)
-    for policy in (by_class({nn.Linear}), torch_wrap.ModuleWrapPolicy({nn.Linear})):
-        chosen = plan_names(root, policy, mixed_precision=precision)
-        assert chosen["0"] == {"mixed_precision": precision}
-        assert chosen["1"] == chosen["2.0"] == {"mixed_precision": None}
-    chosen = plan_names(root, our_wrap.size_based_auto_wrap_policy, mixed_precision=precision)
-    assert chosen == {"1": {"mixed_precision": None}, "2.0": {"mixed_precision": None}}
+    expected = units_with_torch(root, reference, ignored, precision)
+    modules = [root.get_submodule(name) for name in ignored]
+    options: dict[str, Any] = {"mixed_precision": precision, "ignored_modules": modules}
+    units = units_of(FSDP(root, auto_wrap_policy=policy, use_orig_params=True, **options))
+    units.pop("")
+    assert expected == {
+        name: {setting: getattr(unit, setting) for setting in DEFAULTS}
+        for name, unit in units.items()
+    }
 
 
 # Replacing modules, and the functions that wrap with any wrapper.
 
 
-def test_a_module_registered_twice_is_replaced_in_both_places() -> None:
+def by_fsdp(root: nn.Module, policy: Any) -> None:
+    FSDP(root, auto_wrap_policy=policy)
+
+
+def by_recursive_wrap(root: nn.Module, policy: Any) -> None:
+    our_wrap._recursive_wrap(root, policy, FSDP, set(), set(), only_wrap_children=True)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("wraps", [by_fsdp, by_recursive_wrap])
+@on_ranks(1)
+def test_a_module_registered_twice_is_replaced_in_both_places(
+    wraps: Callable[[nn.Module, Any], None],
+) -> None:
     shared, other = Block(), Block()
-    root = nn.Sequential(
-        nn.Sequential(shared, shared), nn.ModuleDict({"again": shared, "other": other})
-    )
-    policy = our_wrap._module_wrap_policy
-    policy = partial(policy, module_classes={Block, nn.Linear})
-    wrapped, _ = our_wrap._recursive_wrap(root, policy, Unit, set(), set(), device_id=3)
-    assert wrapped is root
-    unit = root[1]["again"]
-    assert isinstance(unit, Unit) and unit.module is shared and unit.kwargs == {"device_id": 3}
-    assert root[0][0] is unit and root[0][1] is unit
-    assert isinstance(shared.first, Unit) and root[1]["other"] is not unit
+    places = nn.ModuleDict({"again": shared, "other": other})
+    root = nn.Sequential(nn.Sequential(shared, shared), places)
+    wraps(root, partial(our_wrap._module_wrap_policy, module_classes={Block, nn.Linear}))
+    unit = places["again"]
+    assert isinstance(unit, FSDP) and unit.module is shared and isinstance(shared.up, FSDP)
+    assert root[0][0] is root[0][1] is unit
+    assert isinstance(places["other"], FSDP) and places["other"].module is other
 
 
 @pytest.mark.parametrize("only_wrap_children", [True, False])
-def test_recursive_wrap_wraps_the_modules_that_torch_wraps(only_wrap_children: bool) -> None:
-    for policy in (always, from_size(28), layers_of(Block, nn.ReLU)):
-        results = []
-        for recursive_wrap in (our_wrap._recursive_wrap, torch_wrap._recursive_wrap):
-            root = blocks()
-            ignored, parameters = with_parameters({root.layers[1]})
-            wrapped, numel = recursive_wrap(
-                root, policy, Unit, ignored, parameters, only_wrap_children, device_id=3
-            )
-            results.append((str(wrapped), numel))
-            units = [module for module in wrapped.modules() if isinstance(module, Unit)]
-            assert all(unit.kwargs == {"device_id": 3} for unit in units)
-        assert results[0] == results[1]
+@pytest.mark.parametrize("policy", [always, from_size(60), layers_of(Block, nn.LayerNorm)])
+def test_recursive_wrap_wraps_the_modules_that_torch_wraps(
+    policy: Any, only_wrap_children: bool
+) -> None:
+    results = []
+    for recursive_wrap in (our_wrap._recursive_wrap, torch_wrap._recursive_wrap):
+        root = TwoBlocks()
+        ignored = set(root.blocks[1].modules())
+        parameters = set(root.blocks[1].parameters())
+        wrapped, numel = recursive_wrap(
+            root, policy, Recorder, ignored, parameters, only_wrap_children, device_id=3
+        )
+        results.append((str(wrapped), numel))
+        units = [module for module in wrapped.modules() if isinstance(module, Recorder)]
+        assert units and all(unit.kwargs == {"device_id": 3} for unit in units)
+    assert results[0] == results[1]
 
 
 def test_recursive_wrap_refuses_wrapped_modules() -> None:
-    root = nn.Sequential(nn.Sequential(Unit(nn.Linear(2, 2))))
+    root = nn.Sequential(nn.Sequential(Recorder(nn.Linear(2, 2))))
     with pytest.raises(UsageError, match=r"submodule '0\.0'"):
-        our_wrap._recursive_wrap(root, always, Unit, set(), set())
-    our_wrap._recursive_wrap(root, always, Unit, {root[0][0]}, set())
+        our_wrap._recursive_wrap(root, always, Recorder, set(), set())
+    our_wrap._recursive_wrap(root, always, Recorder, {root[0][0]}, set())
 
 
 @pytest.mark.parametrize("policy", [by_class({Block}), custom(is_a(Block)), layers_of(Block)])
 def test_activation_checkpointing_of_torch_accepts_our_policies(policy: Any) -> None:
-    root = blocks()
+    root = TwoBlocks()
     apply_activation_checkpointing(root, auto_wrap_policy=policy)
     modules = root.named_modules()
-    assert [name for name, m in modules if isinstance(m, CheckpointWrapper)] == LAYERS
+    assert [name for name, m in modules if isinstance(m, CheckpointWrapper)] == BLOCKS
 
 
-def test_custom_policy_called_as_a_function_refuses_a_dict() -> None:
-    policy = custom(lambda module: {"device_id": 3})
+def test_policies_can_be_called_as_functions_by_position() -> None:
+    policy = layers_of(Block)
+    answers = [policy(Block(), True, 0), policy(Block(), False, 0), policy(nn.ReLU(), False, 0)]
+    assert answers == [True, True, False]
     with pytest.raises(UsageError, match="expected: True or False\n"):
-        policy(nn.Linear(2, 2), recurse=False, nonwrapped_numel=6)
+        custom(lambda module: {"device_id": 3})(nn.Linear(2, 2), False, 6)
 
 
 def test_wrap_wraps_only_inside_the_block_and_its_arguments_take_precedence() -> None:
     layer = nn.Linear(2, 2)
     assert our_wrap.wrap(layer, device_id=1) is layer
-    with our_wrap.enable_wrap(wrapper_cls=Unit, device_id=3, forward_prefetch=True):
+    with our_wrap.enable_wrap(wrapper_cls=Recorder, device_id=3, forward_prefetch=True):
         unit, other = our_wrap.wrap(layer, device_id=4), our_wrap.wrap(layer)
-    assert isinstance(unit, Unit) and isinstance(other, Unit)
+    assert isinstance(unit, Recorder) and isinstance(other, Recorder)
     assert unit.module is layer
     assert unit.kwargs == {"device_id": 4, "forward_prefetch": True}
     assert other.kwargs == {"device_id": 3, "forward_prefetch": True}
@@ -468,11 +378,11 @@ def test_wrap_wraps_only_inside_the_block_and_its_arguments_take_precedence() ->
 
 def test_a_nested_block_and_a_wrapper_that_is_not_callable_are_refused() -> None:
     nested = pytest.raises(StateError, match="cannot be nested")
-    with our_wrap.enable_wrap(wrapper_cls=Unit):
-        with nested as caught, our_wrap.enable_wrap(wrapper_cls=Wrapped):
+    with our_wrap.enable_wrap(wrapper_cls=Recorder):
+        with nested as caught, our_wrap.enable_wrap(wrapper_cls=OtherRecorder):
             pass
         assert isinstance(caught.value, NotImplementedError)
-        assert type(our_wrap.wrap(nn.Linear(2, 2))) is Unit, "the outer one continues"
+        assert type(our_wrap.wrap(nn.Linear(2, 2))) is Recorder, "the outer one continues"
     refused = pytest.raises(UsageError, match="wrapper_cls=FullyShardedDataParallel")
     with refused, our_wrap.enable_wrap(wrapper_cls=None):
         pass
@@ -486,13 +396,7 @@ def test_each_thread_has_its_own_block() -> None:
 
     both_inside = threading.Barrier(2, timeout=60.0)
     with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(builds, (Unit, Wrapped))) == [Unit, Wrapped]
-    with our_wrap.enable_wrap(wrapper_cls=Unit), ThreadPoolExecutor(1) as pool:
+        assert list(pool.map(builds, (Recorder, OtherRecorder))) == [Recorder, OtherRecorder]
+    with our_wrap.enable_wrap(wrapper_cls=Recorder), ThreadPoolExecutor(1) as pool:
         built = pool.submit(our_wrap.wrap, nn.Linear(2, 2)).result()
     assert type(built) is nn.Linear, "outside of the block of its own thread"
-
-
-def test_a_policy_function_can_be_called_by_position() -> None:
-    policy = layers_of(Block)
-    answers = [policy(Block(), True, 0), policy(Block(), False, 0), policy(nn.ReLU(), False, 0)]
-    assert answers == [True, True, False]

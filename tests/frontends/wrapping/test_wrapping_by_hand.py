@@ -5,41 +5,21 @@ parameters/test_meta_values."""
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
-import fsdp_compat
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat.wrap import ModuleWrapPolicy, enable_wrap, size_based_auto_wrap_policy, wrap
-from tests.support.models import Block, Stack
+from fsdp_compat.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
+from tests.support.beside_torch import assert_as_torch, recorded
+from tests.support.models import DIM, Block, Stack, chain
 from tests.support.pairwise import each_value
-from tests.support.parity import Pair, assert_close, both_forms, one_backward, seeded, square
+from tests.support.parity import Pair, assert_close, both_forms, one_backward, seeded, sgd, square
 from tests.support.ranks import on_ranks
-
-
-def _train(pair: Pair) -> int:
-    """Return the number of units."""
-    pair.step()
-    pair.step(as_a_user=True)
-    return len(FSDP.fsdp_modules(pair.model))
-
-
-# -- by hand
-
-
-@both_forms
-@on_ranks(2)
-def test_instances_nested_by_enable_wrap_train_as_unsharded(use_orig_params: bool) -> None:
-    model = seeded(Stack)
-    with enable_wrap(wrapper_cls=FSDP, use_orig_params=use_orig_params):
-        model.blocks = nn.ModuleList(wrap(block) for block in model.blocks)
-        model = wrap(model)
-    assert _train(Pair(seeded(Stack), model)) == 4
 
 
 @both_forms
@@ -49,7 +29,9 @@ def test_former_root_can_become_nested(use_orig_params: bool) -> None:
     plain, model = seeded(Stack), seeded(Stack)
     model.blocks[0] = FSDP(model.blocks[0], **options)
     Pair(plain.blocks[0], model.blocks[0]).step()
-    _train(Pair(plain, FSDP(model, **options)))
+    pair = Pair(plain, FSDP(model, **options))
+    pair.step()
+    pair.step(as_a_user=True)
 
 
 # -- where values come from
@@ -74,27 +56,24 @@ def test_sync_module_states_accepts_transposed_and_expanded_tensors() -> None:
 @each_value
 @both_forms
 @pytest.mark.parametrize(
-    "kind", ["modules", "states that are modules", "states that are parameters"]
+    ("name", "as_parameters"),
+    [("ignored_modules", False), ("ignored_states", False), ("ignored_states", True)],
 )
 @on_ranks(2)
 def test_ignored_parameters_stay_unsharded_and_unsynchronized(
-    kind: str, use_orig_params: bool
+    name: str, as_parameters: bool, use_orig_params: bool
 ) -> None:
     """Their gradient is that of the local batch."""
-    options = {"use_orig_params": use_orig_params}
     plain, model = seeded(Stack), seeded(Stack)
-    head, norm = model.head, model.blocks[1].norm
-    options |= {
-        "modules": {"ignored_modules": [head, norm]},
-        "states that are modules": {"ignored_states": [head, norm]},
-        "states that are parameters": {"ignored_states": [*head.parameters(), *norm.parameters()]},
-    }[kind]
-    model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
-    groups = [group for unit in model._runtime.units for group in unit.groups]
-    managed = [name for group in groups for m in group.store.orig_params for name in m.names]
-    assert not any("norm" in name for name in managed if "blocks.1" in name)
+    modules = [model.head, model.blocks[1].norm]
     ignored = [*plain.head.parameters(), *plain.blocks[1].norm.parameters()]
-    kept = [*head.parameters(), *norm.parameters()]
+    kept = [p for module in modules for p in module.parameters()]
+    model = FSDP(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        use_orig_params=use_orig_params,
+        **{name: kept if as_parameters else modules},
+    )
     assert [p.shape for p in kept] == [p.shape for p in ignored]
     pair = Pair(plain, model)
     for _ in range(2):
@@ -112,57 +91,37 @@ def test_ignored_parameters_stay_unsharded_and_unsynchronized(
     pair.assert_state_equal()
 
 
-def _ignoring_all(library: Any, name: str, use_orig_params: bool) -> dict[str, Any]:
-    """Train a model that is wrapped while it is among its own ignored modules."""
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        model = library.FullyShardedDataParallel(
-            module,
-            use_orig_params=use_orig_params,
-            device_id=torch.device("cpu"),
-            **{name: [module]},
-        )
-    found: dict[str, Any] = {"warnings": sum("ignored" in str(each.message) for each in told)}
-    found["told where"] = all(each.filename == __file__ for each in told if library is fsdp_compat)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for _ in range(2):
-        loss = model(torch.arange(8.0).view(2, 4) + dist.get_rank()).pow(3).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        found["norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
-        optimizer.step()
-        found["loss"] = loss.item()
-    return found | {name: value.tolist() for name, value in model.state_dict().items()}
-
-
-@pytest.mark.parametrize("name", ["ignored_modules", "ignored_states"])
-@on_ranks(2)
-def test_ignoring_the_wrapped_module_warns_and_ignoring_a_wrapper_raises(name: str) -> None:
-    for use_orig_params in (False, True):
-        theirs, ours = (
-            _ignoring_all(library, name, use_orig_params) for library in (torch_fsdp, fsdp_compat)
-        )
-        assert ours == theirs
-        assert ours["warnings"] == 1
-    for library in (torch_fsdp, fsdp_compat):
-        on_cpu = {"device_id": torch.device("cpu")}
-        inner = library.FullyShardedDataParallel(nn.Linear(2, 2), **on_cpu)
-        with pytest.raises(ValueError):
-            model = nn.Sequential(inner, nn.Linear(2, 2))
-            library.FullyShardedDataParallel(model, **on_cpu, **{name: [inner]})
-
-
-# -- what is likely a mistake
-
-
 def _warnings_of(*args: Any, **options: Any) -> list[str]:
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         FSDP(*args, **options)
     assert all(w.category is UserWarning and w.filename == __file__ for w in found)
     return [str(w.message) for w in found]
+
+
+@both_forms
+@pytest.mark.parametrize("name", ["ignored_modules", "ignored_states"])
+@on_ranks(2)
+def test_a_wrapped_module_that_ignores_itself_warns_and_trains_as_with_torch(
+    name: str, use_orig_params: bool
+) -> None:
+    def train(library: Any) -> dict[str, torch.Tensor]:
+        module = seeded(partial(chain, partial(nn.Linear, DIM, 3), partial(nn.BatchNorm1d, 3)))
+        model = library.FullyShardedDataParallel(
+            module,
+            use_orig_params=use_orig_params,
+            device_id=torch.device("cpu"),
+            **{name: [module]},
+        )
+        return recorded(library, model, sgd(model.parameters()), "ss")
+
+    assert_as_torch(train)
+    module = nn.Linear(2, 2)
+    [text] = _warnings_of(module, **{name: [module]})
+    assert "ignored" in text
+
+
+# -- what is likely a mistake
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
