@@ -1,5 +1,4 @@
-"""Settings of all tests: rank processes end with the session, hypothesis has no deadline, and the
-end says what was shown.
+"""Settings of all tests: rank processes end with the session, and hypothesis has no deadline.
 
 FSDP_COMPAT_TEST_ALL=1 in the environment: all cases of large matrices and many more random examples
 (tests/support/sampling.py, tests/support/pairwise.py), of which a fixed sample is run otherwise."""
@@ -9,15 +8,12 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from hypothesis import settings
 
-from tests.support.pairwise import COMBINATIONS
 from tests.support.ranks import close_pool
 from tests.support.sampling import EXTENT
-from tests.support.summary import shown
 
 # The first example that calls run_ranks starts processes, which takes longer than any deadline.
 settings.register_profile("fsdp_compat", deadline=None)
@@ -50,24 +46,3 @@ def rank_processes() -> Iterator[None]:
     yield
     close_pool()
     gc.freeze()  # nor does the end of this process
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A worker of xdist has imported the tests, and tells the process that prints."""
-    if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["combinations"] = dict(COMBINATIONS)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any) -> None:
-    """All workers have imported the same tests."""
-    COMBINATIONS.clear()
-    COMBINATIONS.update(getattr(node, "workeroutput", {}).get("combinations", {}))
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    stats = terminalreporter.stats
-    lines = list(shown(stats.get("passed", []), stats.get("skipped", [])))
-    if lines:
-        terminalreporter.section("what was shown")
-        terminalreporter.write_line("\n".join(lines))

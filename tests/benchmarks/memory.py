@@ -14,7 +14,7 @@ model, whose row "plain" shows it: activations. It is divided by the elements of
 element, u. With several ranks it is that of the rank with most. What a backend allocates counts as
 well: gloo's reduce_scatter_tensor, which FSDP1 and FSDP2 call, copies its whole input. "Pages kept"
 is what ours keeps of freed blocks of shared memory when the step has ended. Nothing is mapped here,
-as on several hosts: what ranks of one host share is measured by host_memory.py.
+as on several hosts.
 
 A reduce buffer's element has the bytes of the second dtype of a row, that of a gathered unit and of
 a gradient of autograd the bytes of the first. The largest parameter is a third of its unit. So by

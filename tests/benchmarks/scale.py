@@ -2,7 +2,6 @@
 1,024 and 16,384 ranks, one rank at a time.
 
     python tests/benchmarks/scale.py            (fsdp_compat installed, or PYTHONPATH=.)
-    python tests/benchmarks/scale.py --calls    what calls of all ranks ask of the store
 
 Each case is one rank on a fake process group, in a process of its own. In the cases "meta", the
 code is that of a run, and only tensors have no memory. In the cases "shards" this rank's shards are
@@ -33,15 +32,6 @@ do not vary:
     operators    that reach torch's dispatcher, with those of the model
     host ms      of the step, per unit: a time, for orientation
 
-Calls, of ours, with --calls: simulated ranks around the code that talks to the store
-(tests/support/many_ranks.py), all ranks together but for the last two:
-
-    requests     to the store; "law" divides them by W log W, relative to the row before: at most 1
-                 where they grow no faster
-    MB           in and out of the store
-    CPU s        of the rank that works the longest
-    error        characters of the longest message
-
 "grows" compares counts of steps with those of the smallest world size. One call more is no growth:
 where the ranks do not divide a unit, its padding is zeroed."""
 
@@ -52,7 +42,6 @@ import dataclasses
 import functools
 import gc
 import json
-import math
 import subprocess
 import sys
 import tempfile
@@ -82,7 +71,6 @@ from fsdp_compat.checkpoint._blocks import BLOCK_NBYTES, FileFacts
 from fsdp_compat.checkpoint._manifest import MANIFEST, Manifest, read_manifest, versions
 from fsdp_compat.checkpoint._named_groups import named_groups
 from fsdp_compat.wrap import ModuleWrapPolicy
-from tests.support import many_ranks
 
 LIMIT_S, LIMIT_BYTES = 60.0, 2e9
 WORLD_SIZES = (64, 1024, 16384)
@@ -279,34 +267,10 @@ def main() -> int:
     if arguments.case is not None:
         print(json.dumps(run_case(Case(**json.loads(arguments.case)))))
         return 0
-    if arguments.calls:
-        missed = count_calls(arguments.world_sizes or [8, 64, 256, 1024, 4096, 16384])
-        return 1 if missed and arguments.check else 0
     sizes = arguments.world_sizes or list(WORLD_SIZES)
     constructed, stepped = cases(sizes, arguments.layers)
     missed = construct(constructed) + count_steps(stepped)
     return 1 if missed and arguments.check else 0
-
-
-def count_calls(world_sizes: list[int]) -> int:
-    """Print the table of calls; return how many grow faster than W log W."""
-    missed = 0
-    columns = {"ranks": "6", "requests": "10", "law": "6.2f", "MB": "9.3f", "CPU s": "7.3f"}
-    table = Table(columns | {"error": "6"}, width=12)
-    table.head("calls", last="")
-    for call in many_ranks.CALLS:
-        before = math.inf
-        for ranks in world_sizes:
-            with many_ranks.simulated() as clock:
-                cost = call(ranks, clock)
-            per_law = cost.requests / (ranks * math.log(ranks))
-            law = None if before == math.inf else per_law / before
-            missed += per_law > before
-            before = per_law
-            longest = max(map(len, cost.messages), default=0)
-            cells = [ranks, cost.requests, law, cost.nbytes / 1e6, cost.cpu_s, longest]
-            table.row(call.__name__, cells)
-    return missed
 
 
 WHICH = {"ranks": "6", "rank": "6"}
@@ -406,7 +370,6 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--world-sizes", type=int, nargs="+")
     add("--layers", type=int, default=LAYERS)
-    add("--calls", action="store_true", help="count requests to the store instead")
     add("--case", help=argparse.SUPPRESS)
     add("folder", nargs="?", help=argparse.SUPPRESS)
     return parser.parse_args()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import time
 from pathlib import Path
 from unittest import mock
@@ -66,22 +64,3 @@ def test_a_second_process_leaves_the_record_of_the_first_one_alone(tmp_path: Pat
     again = black_box.listener(tmp_path, 0)
     assert not black_box.read(tmp_path / "rank_0.box").records
     again(events.WAITING, "unit")
-
-
-def test_names_for_which_there_was_no_space_are_written_later(tmp_path: Path) -> None:
-    tell, write = black_box.listener(tmp_path, 0), os.write
-    outcomes = [OSError(errno.ENOSPC, "full"), 3, None]
-    with mock.patch.object(os, "write") as faulty:
-        faulty.side_effect = lambda fd, data: write(fd, data[: _or_raise(outcomes.pop(0))])
-        for name in ("\udc80", "second\nline", "third"):
-            tell(events.WAITING, name)
-
-    records = black_box.read(tmp_path / "rank_0.box").records
-
-    assert [record.unit for record in records] == [r"\udc80", "second line", "third"]
-
-
-def _or_raise(outcome: OSError | int | None) -> int | None:
-    if isinstance(outcome, OSError):
-        raise outcome
-    return outcome

@@ -86,20 +86,6 @@ def gathers(comm: Any, tag: int, numel: int = 3) -> Tensor:
     return gathered(comm, torch.full((numel,), float(comm.rank)), tag)
 
 
-@on_ranks(2, environment=NOT_MAPPED)
-def test_circles_of_empty_messages_and_collectives_are_found() -> None:
-    rank, comm = dist.get_rank(), connect(dist.new_group())
-    message = message_of(lambda: gathers(comm, 4 + 4 * rank, numel=0))
-    assert_circle(message, "tag 4 from rank 1", "tag 8 from rank 0")
-    other = connect(dist.new_group())
-    diverging = (lambda: gathers(other, 4), lambda: other.sum_of(torch.ones(()), "a sum"))
-    message = message_of(diverging[rank == 0])
-    assert_circle(message, "rank 0 waits for a sum from rank 1", "tag 4 from rank 0")
-    mine = torch.full((), float(rank + 1))
-    dist.all_reduce(mine)  # the user's own messages are not affected
-    assert mine.item() == 3.0
-
-
 @pytest.mark.parametrize(
     ("strategy", "facts"),
     [
@@ -169,27 +155,6 @@ def test_message_that_is_under_way_when_its_connection_closes_fails(is_collectiv
             pass
         comm.connections.abandon("its communication", KeyboardInterrupt())
         thread.join()
-
-
-@on_ranks(2, group_timeout=2)
-def test_slow_rank_is_waited_for_up_to_the_time_limit() -> None:
-    """Messages that no rank waited for are no obstacle; a slow rank is waited for; a rank that is
-    slower than the time limit is not."""
-    comm = connect()
-    full = torch.empty(6)
-    for tag in (4, 12):  # and then an exception comes
-        comm.begin_gather(torch.full((3,), 7.0), full, full.chunk(2), tag)
-    del full
-    found = [gathers(comm, tag).tolist() for tag in (8, 4)]
-    with limits(patience_s=0.1):
-        if comm.rank == 1:
-            time.sleep(0.7)
-        assert gathers(comm, 8).tolist() == found[0]
-        if comm.rank == 1:
-            time.sleep(3.0)
-        message = message_of(lambda: gathers(comm, 8))
-    assert found == [[0, 0, 0, 1, 1, 1]] * 2
-    assert message.startswith("Waiting for tag 8 failed: no message within 2 s, the time limit")
 
 
 @on_ranks(2, environment=MESSAGES)

@@ -80,7 +80,7 @@ dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_
 model, pids = FSDP(nn.Linear(4, 4)), [0, 0]
 dist.all_gather_object(pids, os.getpid())
 try:
-    model.state_dict() if rank == 0 else {"event": event, "item": item, "module": Module()}[wait]()
+    model.state_dict() if rank == 0 else {"item": item, "module": Module()}[wait]()
 except (StateError, Woken) as error:
     print(error)
 if rank == 0:
@@ -91,7 +91,7 @@ model.state_dict()
 
 def test_a_rank_that_waits_for_other_threads_that_wait_is_idle(tmp_path: Path) -> None:
     """Ranks in programs of their own, as those of other tests have a thread that listens."""
-    waits = {"event": "event", "item": "item", "module": "event"}
+    waits = {"item": "item", "module": "event"}
     arguments = [(rank, wait, tmp_path / wait) for wait in waits for rank in range(2)]
     imports = "torch._dynamo", "fsdp_compat.fully_sharded_data_parallel"
     with contextlib.closing(Launcher(*imports, FSDP_COMPAT_MEET_TIMEOUT="0.4")) as launcher:

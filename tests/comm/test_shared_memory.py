@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import io
 import os
 from typing import Any
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_compat import ShardingStrategy
-from fsdp_compat._comm.same_host import peers, shared_memory
+from fsdp_compat._comm.same_host import shared_memory
 from fsdp_compat._comm.same_host.peers import PeerArena
 from tests.support.collectives import Operations, connect, counting_sends, gathered
 from tests.support.errors import message_of
@@ -48,11 +47,10 @@ def test_one_rank_without_readable_memory_lets_all_send_values() -> None:
         assert_sends(connect())
 
 
-@pytest.mark.parametrize("ranks", [(0, 1, 2), (1,)])
 @on_ranks(3)
-def test_ranks_without_files_in_memory_let_all_send_values(ranks: tuple[int, ...]) -> None:
+def test_ranks_without_files_in_memory_let_all_send_values() -> None:
     with contextlib.ExitStack() as stack:
-        if dist.get_rank() in ranks:
+        if dist.get_rank() == 1:
             make = os.memfd_create
             stack.callback(setattr, os, "memfd_create", make)
             del os.memfd_create
@@ -60,53 +58,21 @@ def test_ranks_without_files_in_memory_let_all_send_values(ranks: tuple[int, ...
         assert_sends(connect())
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@on_ranks("ranks")
-def test_a_rank_without_more_shared_memory_names_the_limit_on_all_ranks(ranks: int) -> None:
+@on_ranks(3)
+def test_a_rank_without_more_shared_memory_names_the_limit_on_all_ranks() -> None:
     """After it has connected."""
     comm = connect()
     with contextlib.ExitStack() as stack:
-        if comm.rank == ranks - 1:
+        if comm.rank == 2:
             full = mock.patch.object(shared_memory.Chunk, "take", return_value=None)
             refused = OSError(24, "no descriptors")
             stack.enter_context(full)
             stack.enter_context(mock.patch.object(os, "memfd_create", side_effect=refused))
         message = message_of(lambda: gathered(comm, torch.ones(NUMEL), 4))
-    assert f"rank {ranks - 1} can get no more shared memory: no more file descriptors" in message
+    assert "rank 2 can get no more shared memory: no more file descriptors" in message
 
 
 # -- what a rank tells of its memory
-
-
-@pytest.mark.parametrize(
-    ("word", "value", "expected"),
-    [
-        (
-            shared_memory.Location._fields.index("offset"),
-            1 << 40,
-            "cannot read the memory of rank 1: 4800004 bytes at 1099511627776 do not lie in a",
-        ),
-        (-1, -1, "rank 1 has sent 1200001 elements of an unknown dtype for 1200001 of torch.float"),
-        (-2, 1 << 40, "rank 1 has sent 1099511627776 elements of torch.float32 for 1200001 of"),
-    ],
-)
-@on_ranks(2)
-def test_message_described_wrongly_raises_an_error_with_its_rank(
-    word: int, value: int, expected: str
-) -> None:
-    """Rank 1 replaces a word of its message."""
-    comm, words = connect(), peers.Message.words
-
-    def wrong_words(place: Any, message: torch.Tensor) -> list[int]:
-        told = words(place, message)
-        told[word] = value
-        return told
-
-    lies = mock.patch.object(peers.Message, "words", wrong_words)
-    with lies if comm.rank == 1 else contextlib.nullcontext():
-        message = message_of(lambda: gathered(comm, comm.allocate(NUMEL, torch.float32), 4))
-    assert message.startswith("Waiting for")
-    assert comm.rank == 1 or (expected in message and "Waiting for tag 4 failed" in message)
 
 
 def test_peer_memory_checks_a_location_before_reading() -> None:
@@ -122,13 +88,9 @@ def test_peer_memory_checks_a_location_before_reading() -> None:
         os.ftruncate(small, 1 << 20)
         for wrong in (
             {"offset": -64},
-            {"offset": 0},
-            {"offset": nbytes},
             {"offset": nbytes - 4 * NUMEL + 4},
             {"offset": place.offset + 1},
             {"offset": 1 << 62},
-            {"number": 999},
-            {"number": 999, "fd": 1 << 30},
             {"number": 999, "fd": -1},
             {"number": 999, "fd": device},
             {"number": 999, "fd": read},
@@ -146,27 +108,6 @@ def test_peer_memory_checks_a_location_before_reading() -> None:
 # -- blocks
 
 
-def test_block_has_the_size_of_its_tensor_and_is_aligned_to_64_bytes() -> None:
-    for numel in (NUMEL, NUMEL + 1):
-        tensor = shared_memory.allocate(numel, torch.float32, zero=True)
-        assert shared_memory.locate(tensor) is not None
-        assert tensor.untyped_storage().nbytes() == 4 * numel
-        assert tensor.data_ptr() % 64 == 0
-        assert not tensor.any()
-
-
-def test_freed_block_is_reused_and_zeros_are_zero() -> None:
-    gc.collect()
-    first = shared_memory.allocate(NUMEL, torch.float32).fill_(7.0)
-    address, view = first.data_ptr(), first[5:]
-    del first
-    assert shared_memory.allocate(NUMEL, torch.float32).data_ptr() != address  # a view is left
-    del view
-    again = shared_memory.allocate(NUMEL, torch.float32, zero=True)
-    assert again.data_ptr() == address
-    assert not again.any()
-
-
 def test_arena_returns_pages_beyond_its_limit_to_the_system(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -180,16 +121,6 @@ def test_arena_returns_pages_beyond_its_limit_to_the_system(
     assert 32 << 20 <= held[0] <= 33 << 20
     assert 8 << 20 <= held[1] <= 9 << 20
     assert not shared_memory.allocate(8 << 20, torch.float32, zero=True).any()
-
-
-def test_arena_merges_adjacent_free_ranges() -> None:
-    mine = shared_memory.Arena()
-    blocks = [mine.take(1 << 20, False) for _ in range(4)]
-    for index in (0, 2, 1, 3):
-        blocks[index] = None
-    assert mine.take(4 << 20, False) is not None
-    assert len(mine.chunks) == 1
-    assert len(mine.chunks[0].free) == 1
 
 
 def test_copies_of_a_block_are_ordinary_tensors() -> None:
@@ -216,19 +147,6 @@ def test_writes_of_a_forked_process_stay_private() -> None:
 
     _, status = os.waitpid(forked(write), 0)
     assert (block.max().item(), status) == (2.0, 0)
-
-
-@on_ranks(1)
-def test_peers_that_are_late_read_what_was_told_before_several_forks() -> None:
-    """The peer has not opened the files of the forks yet."""
-    kept, told = [], []
-    for number in range(3):
-        kept.append(shared_memory.allocate(NUMEL, torch.float32).fill_(number))
-        told.append(shared_memory.locate(kept[-1]))
-        os.waitpid(forked(lambda: None), 0)
-    peer = PeerArena(os.getpid(), shared_memory.arena().token)
-    found = [float(peer.view(place, NUMEL, torch.float32).mean()) for place in told]
-    assert found == [0.0, 1.0, 2.0]
 
 
 # -- training

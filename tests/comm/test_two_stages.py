@@ -30,6 +30,7 @@ from tests.support.fully_sharded import OURS, pair_of, shard_all
 from tests.support.hosts import BY_HOST, BY_PLACE, hosts
 from tests.support.live_bytes import LiveBytes
 from tests.support.models import Block
+from tests.support.pairwise import each_value
 from tests.support.parity import accumulates, make_pair, whole
 from tests.support.programs import Launcher
 from tests.support.ranks import on_ranks, run_ranks
@@ -149,6 +150,7 @@ def _blocks() -> nn.Module:
     return nn.Sequential(*(Block() for _ in range(3)))
 
 
+@each_value
 @ORDERS
 @copied_or_sent
 @pytest.mark.parametrize("strategy", list(ShardingStrategy)[:4], ids=lambda strategy: strategy.name)
@@ -173,6 +175,7 @@ def test_flat_front_end_trains_as_unsharded(
         assert of_rank_0.keys() == (before.keys() if dist.get_rank() == 0 else set())
 
 
+@each_value
 @ORDERS
 @copied_or_sent
 @on_ranks(4)
@@ -208,6 +211,7 @@ class Branches(nn.Module):
         return x
 
 
+@each_value
 @ORDERS
 @pytest.mark.parametrize(
     "strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD], ids=lambda s: s.name
@@ -267,6 +271,7 @@ def _sent_in_a_step(of_ranks: Sequence[int], strategy: ShardingStrategy) -> tupl
         return 6 * 4 * (64 * 64 + 64), sum(sent)
 
 
+@each_value
 @pytest.mark.parametrize("places", [2, 4])
 @pytest.mark.parametrize("strategy, times", [("FULL_SHARD", 17 / 12), ("NO_SHARD", 1)])
 def test_every_value_leaves_its_host_once(strategy: str, times: float, places: int) -> None:

@@ -5,36 +5,9 @@ import dataclasses
 import types
 from typing import Any
 
-import pytest
 import torch
 
 from fsdp_compat._engine import hooks
-from fsdp_compat._engine.device import compute_streams
-
-
-class RecordedStream:
-    def __init__(self, name: str, log: list[str]) -> None:
-        self.name, self.log = name, log
-
-    def wait_stream(self, other: "RecordedStream") -> None:
-        self.log.append(f"{self.name} after {other.name}")
-
-
-def test_change_of_stream_is_joined_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    log: list[str] = []
-    first, second = RecordedStream("first", log), RecordedStream("second", log)
-    now = [first]
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: now[0])
-    streams = compute_streams(torch.device("cuda", 0))
-    assert streams is not None
-    for now[0] in (first, first, second, second, first):
-        streams.join()
-    assert log == ["second after first", "first after second"]
-
-
-def test_cpu_has_no_streams_to_join() -> None:
-    assert compute_streams(torch.device("cpu")) is None
-
 
 # -- inputs of calls on devices with streams
 
@@ -85,20 +58,3 @@ def test_inputs_in_containers_are_aliases_until_the_call_ends() -> None:
     call.inputs.put_back()
     assert all(value is x for value in (values[0], values[1][0], values[2]["x"], values[3].x))
     assert values[-1] == "from forward" and values[4]["x"] is x
-
-
-def test_hooks_on_inputs_go_with_their_calls() -> None:
-    x = torch.ones(2, requires_grad=True) * 2
-    call = Call()
-    (alias,), _ = watched((x,), {}, call)
-    assert len(alias._backward_hooks) == 1
-    call.inputs.put_back()
-    del call
-    assert not alias._backward_hooks
-
-
-def test_inputs_on_other_devices_are_left_alone() -> None:
-    x = torch.ones(2, requires_grad=True) * 2
-    call = Call()
-    (same, _), _ = watched((x, [x]), {}, call, "meta")
-    assert same is x and not call.inputs.nodes and not x._backward_hooks

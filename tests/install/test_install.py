@@ -182,30 +182,6 @@ def test_uninstall_leaves_no_attribute_that_a_class_inherits(
     assert_passes(launcher, tmp_path, program)
 
 
-def test_a_torch_without_fsdp_gets_it(launcher: Launcher, tmp_path: Path) -> None:
-    program = """
-        class Without:
-            def __init__(self, finder):
-                self.finder = finder
-            def find_spec(self, name, path=None, target=None):
-                if not name.startswith("torch.distributed.fsdp"):
-                    return self.finder.find_spec(name, path, target)
-        sys.meta_path[:] = map(Without, sys.meta_path)
-        import fsdp_compat
-        fsdp_compat.install()
-        from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-        from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-        assert FullyShardedDataParallel is fsdp_compat.FullyShardedDataParallel
-        fsdp_compat.uninstall()
-        try:
-            import torch.distributed.fsdp
-            assert False
-        except ModuleNotFoundError:
-            pass
-    """
-    assert_passes(launcher, tmp_path, program)
-
-
 # What is made, by how it is named.
 LATE = {
     "__main__.Derived": "class Derived(torch.distributed.fsdp.FullyShardedDataParallel): pass",
@@ -508,29 +484,3 @@ def test_run_starts_a_program_with_ours_and_logs_what_it_reads(
         "private name torch.distributed.fsdp._common_utils.clean_tensor_name is read (<string>:4)"
     )
     assert read in ran.stderr
-
-
-def test_names_that_a_program_reads_in_every_step_are_logged_once(
-    launcher: Launcher, tmp_path: Path
-) -> None:
-    program = """
-        import logging
-        import fsdp_compat
-        logger, logged = logging.getLogger("fsdp_compat.install"), []
-        logger.setLevel(logging.INFO)
-        handler = logging.Handler()
-        handler.emit = lambda record: logged.append((record.getMessage(), record.lineno))
-        logger.addHandler(handler)
-        fsdp_compat.install()
-        logged.clear()
-        import torch.distributed.fsdp as fsdp
-        def step():
-            from torch.distributed.fsdp._common_utils import clean_tensor_name
-            return clean_tensor_name
-        for _ in range(100):
-            step()
-        line = step.__code__.co_firstlineno + 1
-        name = "torch.distributed.fsdp._common_utils.clean_tensor_name"
-        assert logged == [(f"private name {name} is read", line)], logged
-    """
-    assert_passes(launcher, tmp_path, program)

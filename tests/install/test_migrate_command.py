@@ -45,13 +45,10 @@ def test_nothing_is_written_without_write(tmp_path: Path) -> None:
         (OLD, ["--check", "--write"], 0),
         (OLD, ["--write"], 0),
         (ALONE, [], 1),
-        (ALONE, ["--write"], 1),
         (ALONE, ["--check", "--write"], 1),
         (NEW, ["--check"], 0),
         ("def f(:  # torch.distributed.fsdp\n", ["--check"], 1),
-        ("def f(:  # torch.distributed.fsdp\n", [], 1),
         (f"{WRAP}torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n", ["--write"], 0),
-        (f"{WRAP}torch.nn.utils.clip_grad_norm_(others, 1.0)\n", ["--write"], 0),
         (f"{WRAP}model.module.encode()\n", ["--write"], 1),
     ],
 )
@@ -169,8 +166,3 @@ assert "torch" not in sys.modules
 assert not [name for top, *name in loaded if top == "fsdp_compat" and name and name[0] not in own]
 """
     assert printed in start("-c", program)
-
-
-def test_any_character_is_printed(tmp_path: Path) -> None:
-    (tmp_path / "a.py").write_text(OLD)
-    assert f"+{PRINTED}" in start("-m", "fsdp_compat", "migrate", tmp_path / "a.py")

@@ -200,12 +200,6 @@ BETWEEN_STEPS: dict[str, Call] = {
             subject.model, subject.optim, subject.optim_state if subject.rank == 0 else {}
         ),
     ),
-    "full_optim_state_dict": lambda subject: FSDP.full_optim_state_dict(
-        subject.model, subject.optim
-    ),
-    "scatter_full_optim_state_dict": lambda subject: FSDP.scatter_full_optim_state_dict(
-        subject.optim_state if subject.rank == 0 else None, subject.model, optim=subject.optim
-    ),
     "summon_full_params": _summon,
     "apply": lambda subject: subject.model.apply(lambda module: None),
     "clip_grad_norm_": lambda subject: subject.model.clip_grad_norm_(1.0),
@@ -374,19 +368,12 @@ def _stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def _is_killed(subject: Subject, call: Call) -> None:
+def is_killed(subject: Subject, call: Call) -> None:
     """The last rank is killed in the middle of the call."""
     if subject.is_last:
         with at_first_wait(_die):
             call(subject)
         raise AssertionError("the call waited for no message")
-    _assert_fails_for_good(subject, call)
-
-
-def _is_killed_before(subject: Subject, call: Call) -> None:
-    """The last rank is killed between two steps, while the others make the call already."""
-    if subject.is_last:
-        _die()
     _assert_fails_for_good(subject, call)
 
 
@@ -430,15 +417,6 @@ def _is_stopped(subject: Subject, call: Call) -> None:
     _assert_nothing_happened(subject, started)
 
 
-def _is_stopped_before(subject: Subject, call: Call) -> None:
-    """The last rank is stopped between two steps, and continued; the others wait in the call."""
-    started = time.monotonic()
-    if subject.is_last:
-        _stop()
-    call(subject)
-    _assert_nothing_happened(subject, started)
-
-
 def _assert_nothing_happened(subject: Subject, started: float) -> None:
     subject.assert_trains()  # the others wait here at the latest
     passed_s = time.monotonic() - started
@@ -450,18 +428,17 @@ def _assert_nothing_happened(subject: Subject, started: float) -> None:
 
 Fate = Callable[[Subject, Call], None]
 Case = tuple[Fate, str, int]  # what happens, the call, the number of ranks
-KILLS = _is_killed, _is_killed_before
 
 
 def cases() -> dict[str, Case]:
     """Return each call with a rank that is killed in the middle of it, and every second one with
     another fate."""
     found: list[Case] = []
-    fates = itertools.cycle((_is_stopped, _ends, _is_stopped_before, _is_killed_before))
+    fates = itertools.cycle((_is_stopped, _ends))
     # the calls left out send the same as others of the table
     for number, name in enumerate(name for name in CALLS if name not in _LIKE_OTHERS):
         ranks = 2 + number // 2 % 2
-        found.append((_is_killed, name, ranks))
+        found.append((is_killed, name, ranks))
         if number % 2:
             found.append((next(fates), name, 5 - ranks))
     return {
@@ -471,8 +448,6 @@ def cases() -> dict[str, Case]:
 
 _LIKE_OTHERS = (
     "state_dict, sharded",
-    "full_optim_state_dict",
-    "scatter_full_optim_state_dict",
     "optim_state_dict_to_load",
     "torch.nn.utils.clip_grad_norm_",
 )

@@ -21,15 +21,6 @@ from torch.utils._pytree import tree_leaves
 from fsdp_compat import _torch_private
 from fsdp_compat._comm.same_host import peers, shared_memory
 
-__all__ = [
-    "Allocation",
-    "LiveBytes",
-    "Peak",
-    "release_spare_pages",
-    "spare_pages_nbytes",
-    "tensors_alive",
-]
-
 _RESIZE, _EMPTY = torch.UntypedStorage.resize_, shared_memory.allocate
 
 
@@ -63,9 +54,8 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._alive: dict[
-            int, tuple[StorageWeakRef, int]
-        ] = {}  # by the address of the storage object: its number
+        # by the address of the storage object: its number
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self._nbytes: list[int] = []  # by number: now
         self._what: list[str] = []  # by number: the code that allocated it last
         self._events: list[tuple[int, int]] = []  # (number, its bytes from here on)
@@ -177,10 +167,8 @@ class LiveBytes(TorchDispatchMode):
             self._nbytes[number] = nbytes
         else:
             number = len(self._nbytes)
-            self._alive[key] = (
-                StorageWeakRef(storage),
-                number,
-            )  # while the reference is held, no other storage gets this address
+            # while the reference is held, no other storage gets this address
+            self._alive[key] = StorageWeakRef(storage), number
             self._nbytes.append(nbytes)
             self._what.append(f"{what} in {_caller()}")
         self._events.append((number, nbytes))

@@ -1,5 +1,5 @@
 """Thousands of simulated ranks around the code that talks to the store, to count what they ask of
-it: requests, bytes, and the processor time of a rank.
+it: requests and bytes.
 
     with many_ranks.simulated() as clock:
         cost = many_ranks.late(1024, clock)
@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import heapq
 import json
-import time
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -116,10 +115,8 @@ class CountingStore:
 class Cost:
     """What a call of all ranks has cost."""
 
-    ranks: int
     requests: int  # of all ranks together
     nbytes: int  # in and out of the store
-    cpu_s: float  # of the rank that works the longest
     messages: tuple[str, ...]  # of errors, each once
 
 
@@ -135,22 +132,20 @@ def _run(
     attempts: list[Attempt],
     arrivals: list[float],
     every: Callable[[int], None] | None,
-) -> tuple[list[str], float]:
+) -> list[str]:
     """Let ranks arrive, and poll until the rendezvous ends for them. every: what the thread of a
-    rank does each second. Return the errors, and the processor time of the rank that works the
-    longest."""
-    start, errors, cpu_s = clock.now, [], [0.0] * len(attempts)
+    rank does each second. Return the errors."""
+    start, errors = clock.now, list[str]()
     events = [(start + at, rank, "arrive") for rank, at in enumerate(arrivals)]
     heapq.heapify(events)
     waiting = set(range(len(attempts)))
     while waiting:
         clock.now, rank, kind = heapq.heappop(events)
-        attempt, began = attempts[rank], time.process_time()
+        attempt = attempts[rank]
         if kind == "look" and every is not None:
             if rank in waiting:
                 every(rank)
                 heapq.heappush(events, (clock.now + deadlock.LOOK_S, rank, "look"))
-            cpu_s[rank] += time.process_time() - began
             continue
         if kind == "arrive":
             attempt.arrive()
@@ -163,16 +158,15 @@ def _run(
         except StateError as error:
             errors.append(str(error))
             is_over = True
-        cpu_s[rank] += time.process_time() - began
         if is_over:
             waiting.discard(rank)
         else:
             heapq.heappush(events, (clock.now + attempt.pause_s, rank, "poll"))
-    return errors, max(cpu_s)
+    return errors
 
 
-def _cost(store: CountingStore, ranks: int, errors: list[str], cpu_s: float) -> Cost:
-    return Cost(ranks, store.requests.total(), store.nbytes, cpu_s, tuple(dict.fromkeys(errors)))
+def _cost(store: CountingStore, errors: list[str]) -> Cost:
+    return Cost(store.requests.total(), store.nbytes, tuple(dict.fromkeys(errors)))
 
 
 def meet(ranks: int, clock: Clock, last: str = "state_dict()") -> Cost:
@@ -182,7 +176,7 @@ def meet(ranks: int, clock: Clock, last: str = "state_dict()") -> Cost:
     rendezvous = _rendezvous(store, ranks)
     attempts = [Attempt(*each, 1, "0") for each in zip(rendezvous, calls, strict=True)]
     arrivals = [SKEW_S * rank / ranks for rank in range(ranks)]
-    return _cost(store, ranks, *_run(clock, attempts, arrivals, None))
+    return _cost(store, _run(clock, attempts, arrivals, None))
 
 
 def refused(ranks: int, clock: Clock) -> Cost:
@@ -203,7 +197,7 @@ def late(ranks: int, clock: Clock, late_s: float = 30.0) -> Cost:
         searches[rank].look([rendezvous[rank]], status)
 
     arrivals = [SKEW_S * rank / ranks for rank in range(ranks - 1)] + [late_s]
-    return _cost(store, ranks, *_run(clock, attempts, arrivals, look))
+    return _cost(store, _run(clock, attempts, arrivals, look))
 
 
 def exchange(ranks: int, clock: Clock, value: object = "x" * 2000) -> Cost:
@@ -213,11 +207,11 @@ def exchange(ranks: int, clock: Clock, value: object = "x" * 2000) -> Cost:
     found = [_ranks(store, number, ranks) for number in range(ranks)]
     for each in found[1:]:
         each.mailbox.post(json.dumps(value))
-    cpu_s = [_timed(lambda: found[0].exchange([value, "identity"]))]
+    found[0].exchange([value, "identity"])
     for each in found[2:]:
         each.mailbox.conclude(lambda: None)
-    cpu_s.append(_timed(lambda: found[1].exchange(value)))
-    return _cost(store, ranks, [], max(cpu_s))
+    found[1].exchange(value)
+    return _cost(store, [])
 
 
 def _ranks(store: Any, number: int, count: int) -> Ranks:
@@ -230,39 +224,34 @@ def _ranks(store: Any, number: int, count: int) -> Ranks:
         return Ranks("save", number, count, mesh, StoreMailbox(members, "save/1", 600.0))
 
 
-def _timed(call: Callable[[], object]) -> float:
-    began = time.process_time()
-    call()
-    return time.process_time() - began
-
-
 CALLS = meet, late, refused, exchange
 
 
 # -- what ranks of a real model tell each other, one rank at a time: in a process of its own
 
 
-def plans(front_end: str, ranks: int, numbers: list[int], layers: int = 3) -> list[str]:
-    """What ranks of a world of ``ranks`` tell the others in a save."""
-    code = f"print(many_ranks.told({front_end!r}, {ranks}, {numbers}, {layers}))"
+def plans(ranks: int, numbers: list[int]) -> dict[str, list[str]]:
+    """What ranks of a world of ``ranks`` tell the others in a save, by front end."""
+    code = f"print(many_ranks.told({ranks}, {numbers}))"
     done = python("-c", f"from tests.support import many_ranks; {code}")
-    return list(json.loads(done.stdout.splitlines()[-1]))
+    return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def told(front_end: str, ranks: int, numbers: list[int], layers: int) -> str:
+def told(ranks: int, numbers: list[int]) -> str:
     """In a process of its own: what ``plans`` returns, as JSON."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    found = []
+    found: dict[str, list[str]] = {"flat": [], "original": [], "fully_shard": []}
     for number in numbers:
         dist.init_process_group("fake", store=FakeStore(), rank=number, world_size=ranks)
-        found.append(_plan(front_end, number, ranks, layers))
+        for front_end, plans in found.items():
+            plans.append(_plan(front_end, number, ranks))
         dist.destroy_process_group()
     return json.dumps(found)
 
 
-def _plan(front_end: str, number: int, ranks: int, layers: int) -> str:
-    model: nn.Module = nn.Sequential(*(Block(64) for _ in range(layers)))
+def _plan(front_end: str, number: int, ranks: int) -> str:
+    model: nn.Module = nn.Sequential(*(Block(64) for _ in range(3)))
     if front_end == "fully_shard":
         for each in (*model.children(), model):
             fully_shard(each, mesh=init_device_mesh("cpu", (ranks,)))

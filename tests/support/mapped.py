@@ -55,10 +55,6 @@ def low_address_space() -> Iterator[None]:
         yield
 
 
-def few_mappings() -> contextlib.AbstractContextManager[None]:
-    return mock.patch.object(peers, "MAX_MAPPED", 5 if dist.get_rank() == 1 else 100)
-
-
 def no_list_of_pages() -> contextlib.AbstractContextManager[None]:
     """Writes cannot be found, on any rank."""
     return mock.patch.object(peers, "PAGEMAP", "/proc/self/no such file")

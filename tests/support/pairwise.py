@@ -15,7 +15,6 @@ from __future__ import annotations
 import collections
 import enum
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -24,9 +23,6 @@ import pytest
 from tests.support.sampling import TEST_ALL
 
 Test = TypeVar("Test", bound=Callable[..., None])
-
-# "run" of all that are "possible", in the tests that this process has imported
-COMBINATIONS: collections.Counter[str] = collections.Counter()
 
 
 def pairs(*values: Sequence[Any]) -> list[tuple[Any, ...]]:
@@ -97,7 +93,6 @@ def _thinned(test: Test, chosen: Callable[..., list[tuple[Any, ...]]]) -> Test:
     names = [name for mark in factors for name in _names(mark)]
     values = [_cases(mark) for mark in factors]
     rows = chosen(*values)
-    COMBINATIONS.update(run=len(rows), possible=math.prod(map(len, values)))
     replaced = pytest.mark.parametrize(
         names,
         [[value for _, case in row for value in case] for row in rows],

@@ -1,7 +1,7 @@
 """Run a script as several processes that exit like any program, at the cost of one import of torch:
 one interpreter imports it, and forks a process for each list of arguments.
 
-    ended = run_programs(SOURCE, [["0", "path"], ["1", "path"]], folder)"""
+    ended = Launcher("fsdp_compat").run(SOURCE, [["0", "path"], ["1", "path"]], folder)"""
 
 from __future__ import annotations
 
@@ -116,18 +116,3 @@ class Launcher:
 
     def close(self) -> None:
         self._process.communicate(timeout=limit_s(20))
-
-
-def run_programs(
-    source: str,
-    arguments: Sequence[Sequence[object]],
-    folder: Path,
-    **environment: str,
-) -> list[Ended]:
-    """Run ``source`` once with each list of arguments, all at once, after an import of the
-    package."""
-    launcher = Launcher("fsdp_compat", **environment)
-    try:
-        return launcher.run(source, arguments, folder)
-    finally:
-        launcher.close()

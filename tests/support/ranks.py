@@ -110,17 +110,12 @@ def on_ranks(n: int | str, **limits: Any) -> Callable[[Callable[..., None]], Cal
         def run(**arguments: Any) -> None:
             __tracebackhide__ = True
             ranks = arguments[n] if isinstance(n, str) else n
-            body = body_of(test, **arguments)
+            body = _Body(test.__module__, test.__name__, arguments)
             run_ranks(ranks, body, **{"environment": arguments.get("environment"), **limits})
 
         return run
 
     return decorate
-
-
-def body_of(test: Callable[..., None], **arguments: Any) -> Callable[[], None]:
-    """Return the body of a test of ``on_ranks``, to be run in another way."""
-    return _Body(test.__module__, test.__name__, arguments)
 
 
 class _Body:
@@ -454,16 +449,10 @@ def _show_output(ranks: list[_Rank]) -> None:
 
 
 def _environment() -> dict[str, str]:
-    launcher = (
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        "GROUP_RANK",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-    )
-    environment = {name: value for name, value in os.environ.items() if name not in launcher}
+    launcher = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT"
+    environment = {
+        name: value for name, value in os.environ.items() if name not in launcher.split()
+    }
     environment |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     for _, interface in socket.if_nameindex():
         if interface in ("lo", "lo0"):
@@ -566,15 +555,12 @@ def _clean_up(num_modules: int) -> str:
     try:
         groups: list[dist.ProcessGroup] = []
         if dist.is_initialized():
-            groups += (
-                dist.distributed_c10d._world.pg_map
-            )  # private, but the only list of all groups
+            groups += dist.distributed_c10d._world.pg_map  # the only list of all groups
             dist.destroy_process_group()
         if "torch.distributed.tensor" in sys.modules:
             _forget_meshes()
-        dist.distributed_c10d._world.group_count = (
-            0  # also if another rank's error ended the set-up: names must stay in step
-        )
+        # also if another rank's error ended the set-up: names must stay in step
+        dist.distributed_c10d._world.group_count = 0
         if len(sys.modules) != num_modules:
             # First: frozen objects in a cycle are never freed, and with them their connections.
             groups.clear()
@@ -636,9 +622,8 @@ def _restored() -> Iterator[None]:
 
 def _report(error: BaseException) -> str:
     """Return the traceback and, for a failed assert, the local variables."""
-    inside = error.__traceback__ and (
-        error.__traceback__.tb_next or error.__traceback__
-    )  # without _perform
+    # without _perform
+    inside = error.__traceback__ and (error.__traceback__.tb_next or error.__traceback__)
     report = "".join(traceback.format_exception(type(error), error, inside))
     if isinstance(error, AssertionError) and error.__traceback__ is not None:
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)

@@ -61,22 +61,6 @@ def test_reads_of_bytes_between_known_ones_are_kept() -> None:
     assert pairs(*program) == [("read", A, "write", B)]
 
 
-def test_a_pair_of_places_is_reported_once() -> None:
-    assert len(find_unordered([write(A), read(B), read(B), read(C)])) == 2
-
-
-def test_a_report_names_operations_streams_and_places() -> None:
-    (found,) = find_unordered([write(A), write(HOST, (60, 99))])
-    assert str(found) == (
-        "no wait orders\n"
-        "  write on stream 1\n"
-        "    write on 1\n"
-        "  and, on 4 bytes,\n"
-        "  write on the host\n"
-        "    write on -1"
-    )
-
-
 # -- allocations
 
 
@@ -147,7 +131,7 @@ def simple_check(program: Sequence[Happening]) -> set[tuple[int, int]]:
     return found
 
 
-@settings(max_examples=at_most(1000, of_all=5000), derandomize=True)
+@settings(max_examples=at_most(300, of_all=5000), derandomize=True)
 @given(st.lists(HAPPENINGS, min_size=6, max_size=16))
 def test_every_report_is_true_and_some_pair_of_every_bad_program_is_reported(
     drawn: list[Happening],

@@ -8,7 +8,6 @@ import contextlib
 import copy
 import functools
 import logging
-import os
 import pickle
 import re
 import time
@@ -35,6 +34,7 @@ from tests.support.collectives import checked_calls
 from tests.support.errors import assert_told, limits, message_of
 from tests.support.fully_sharded import OURS, shard_all
 from tests.support.models import DIM, Block
+from tests.support.pairwise import each_value
 from tests.support.parity import Pair, make_pair, seeded
 from tests.support.programs import Launcher
 from tests.support.ranks import on_ranks, run_ranks
@@ -186,6 +186,7 @@ _WARNING = (
 )
 
 
+@each_value
 @pytest.mark.parametrize("mistake", ["has a batch less", "evaluates"])
 @pytest.mark.parametrize(
     ("in_place", "environment"),
@@ -507,25 +508,6 @@ def test_calls_are_checked_once_and_only_if_they_communicate() -> None:
     }
     assert run_ranks(2, meets, environment=NOT_MAPPED) == [found] * 2
     assert run_ranks(1, meets) == [{what: [] for what in found}]
-
-
-@on_ranks(2)
-def test_all_calls_work_without_the_check() -> None:
-    model = build()
-    step(model)
-    os.environ["FSDP_COMPAT_MEET"] = "0"
-    with checked_calls() as found:
-        assert_goes_on(model)
-    assert found == []
-
-
-@on_ranks(1)
-def test_fake_ranks_are_not_waited_for() -> None:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.destroy_process_group()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    assert sorted(FSDP(nn.Linear(4, 4)).state_dict()) == ["bias", "weight"]
 
 
 # -- programs

@@ -27,7 +27,6 @@ from tests.support.faults import (
     CALLS,
     FILES,
     IN_STEP,
-    KILLS,
     LIMITS,
     PASSES,
     PLACES,
@@ -39,6 +38,7 @@ from tests.support.faults import (
     assert_told,
     at_first_wait,
     cases,
+    is_killed,
     message_of,
     message_of_first,
     planted,
@@ -134,24 +134,6 @@ def test_calls_that_one_rank_skips_are_refused_and_its_step_ends(
                 assert_told(message, "Not all ranks called", called(subject.rank, name))
                 assert_told(message, rf"waits for {FIRST_OF_A_STEP} from rank \d, at {HERE}")
             subject.assert_trains()
-
-
-@on_ranks(2)
-def test_calls_that_an_idle_rank_does_not_make_are_refused_and_the_next_step_trains(
-    tmp_path: Path,
-) -> None:
-    """The last rank waits in a barrier, until the others have been told."""
-    subject = subject_of(tmp_path)
-    # on every rank: an idle one also looks for questions as often as its limit says
-    with limits(idle_s=0.4):
-        for name, call in REFUSABLE.items():
-            if not subject.is_last:
-                message = message_of(call, subject)
-                last = rf"rank 1 has not arrived: it is at {HERE}\S+ in \S+\(\), and has made no"
-                assert_told(message, called(subject.rank, name), last)
-            dist.barrier()
-            with limits(idle_s=20):  # the other rank may be slow
-                subject.assert_trains()
 
 
 ABSENT: dict[str, Any] = {"state": {"absent": {}}, "param_groups": []}
@@ -303,8 +285,8 @@ def test_a_killed_rank_fails_the_others_for_good_and_a_stopped_one_is_waited_for
             folder = tmp_path / title
             folder.mkdir()
             for rank in range(num_ranks):
-                is_killed = fate in KILLS and rank == num_ranks - 1
-                ranks.append((rank, title, folder, -signal.SIGKILL if is_killed else 0))
+                ends = fate is is_killed and rank == num_ranks - 1
+                ranks.append((rank, title, folder, -signal.SIGKILL if ends else 0))
         ended = launcher.run(SOURCE, [each[:3] for each in ranks], tmp_path)
         for (rank, title, _, code), each in zip(ranks, ended, strict=True):
             if each.code != code:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fsdp_compat import BackwardPrefetch, ShardingStrategy
 from tests.support.errors import assert_told, prompt_message_of
-from tests.support.models import Inner, Outer, Stack, Switch, TwoHeads
+from tests.support.models import Switch, TwoHeads
 from tests.support.pairwise import each_value
 from tests.support.parity import Step, backward, both_forms, both_strategies, make_pair, train
 from tests.support.ranks import on_ranks, run_ranks
@@ -62,13 +62,6 @@ def test_ranks_may_use_units_in_different_orders(prefetch: BackwardPrefetch | No
     pair = make_pair(Switch, allow_unused_units=True, backward_prefetch=prefetch)
     for _ in range(3):
         pair.step(_rank_uses("ab", "ba"))
-
-
-@both_forms
-@on_ranks(2)
-def test_units_inside_of_units_train_when_unused_ones_are_allowed(use_orig_params: bool) -> None:
-    options = {"allow_unused_units": True, "use_orig_params": use_orig_params}
-    train(partial(Stack, 2, Outer), (Outer, Inner), **options)
 
 
 @on_ranks(4)
