@@ -91,19 +91,19 @@ BREAKS = (
         "a damaged checkpoint listed as the latest",
         "for each in reversed(self.checkpoints) if not each.problem",
         "for each in reversed(self.checkpoints)",
-        "tests/checkpoint/tools/test_listing.py -k each_step",
+        "tests/checkpoint/tools/test_inspection.py -k each_step",
     ),
     Break(
         "renamed checkpoints listed as complete",
         "step_in(path.name) not in (None, archive.step)",
         "False",
-        "tests/checkpoint/tools/test_listing.py -k each_step",
+        "tests/checkpoint/tools/test_inspection.py -k each_step",
     ),
     Break(
         "flat parameters converted without shapes",
         "known = Shapes({}) if shapes is None else shapes",
         "known = shapes",
-        "tests/checkpoint/tools/test_flat_files.py -k stays_flat",
+        "tests/checkpoint/tools/test_rank_files.py -k stays_flat",
     ),
     Break(
         "ties lost where values are kept as saved",
@@ -326,7 +326,7 @@ BREAKS = (
         "checksum of a block not compared",
         "if (got := checksum.result()) != expected:",
         "if (got := checksum.result()) is None:",
-        "tests/checkpoint/test_blocks.py -k checksum",
+        "tests/checkpoint/test_native.py -k damage_is_named",
     ),
     Break(
         "checkpoint committed although a rank could not write",

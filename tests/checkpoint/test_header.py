@@ -108,47 +108,26 @@ def file_of(described: Any, nbytes: int = 8, length: int | None = None) -> bytes
 
 GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 EMPTY = {**GOOD, "shape": [0]}
-WRONG: dict[str, list[Any]] = {
-    "dtype": ["F31", "", None, 3, {}, "float32"],
-    "shape": [[3], [2, 0], [-1, -2], ["2"], [2.7], [[2]], None, {"2": 1}, [10**30], [True, 2]],
-    "data_offsets": [[0, 4], [8, 0], [-8, 0], [96, 104], [0], [0, 4, 8], ["0", "8"], None, "08"],
-}
 DAMAGED: dict[str, bytes] = {
     "empty": b"",
     "no text": bytes(8),
-    "text longer than the file": file_of({"a": GOOD}, length=1000),
     "an enormous length": struct.pack("<Q", 2**64 - 1) + b"{}",
     "pickle": b"\x80\x04\x95" + bytes(100),
     "no json": file_of(b"{]"),
-    "no text encoding": file_of(b'{"\xff\xfe": 1}'),
     "a list": file_of([]),
     "null": file_of(None),
     "deep": file_of(b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
     "wide": file_of(b'{"a":[' + b"{}," * 1_100_000 + b"[]]}"),
-    "truncated": file_of({"a": GOOD}, 7),
     "texts are a list": file_of({"__metadata__": [], "a": GOOD}),
     "texts are numbers": file_of({"__metadata__": {"a": 1}, "a": GOOD}),
     "many large sizes": file_of(
         {"a": {**GOOD, "shape": [10**18] * 100_000 + [0], "data_offsets": [0, 0]}}, 0
     ),
-    "overlap": file_of({"a": GOOD, "b": {**GOOD, "data_offsets": [4, 12]}}, 12),
     "the same place": file_of({"a": GOOD, "b": GOOD}),
-    **{
-        f"{key} {value}": file_of({"a": {**GOOD, key: value}}, 100)
-        for key, values in WRONG.items()
-        for value in values
-    },
     "not a number": file_of(b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [NaN, NaN]}}'),
-    **{
-        f"without {key}": file_of({"a": {k: v for k, v in GOOD.items() if k != key}})
-        for key in GOOD
-    },
     "facts are a text": file_of({"a": "dtype"}),
-    "a byte before the first tensor": file_of({"a": {**GOOD, "data_offsets": [1, 9]}}, 9),
-    "a byte behind the tensors": file_of({"a": GOOD}, 9),
     "a hole": file_of({"a": GOOD, "b": {**GOOD, "data_offsets": [12, 20]}}, 20),
     "a hole at the end": file_of({"a": GOOD, "b": {**EMPTY, "data_offsets": [12, 12]}}, 12),
-    "an empty tensor in another": file_of({"a": GOOD, "b": {**EMPTY, "data_offsets": [4, 4]}}),
     "bytes and no tensors": file_of({}),
     "a second text": file_of(json.dumps({"a": GOOD}).encode() + b"{}"),
     "a field twice": file_of(
@@ -162,7 +141,6 @@ DAMAGED: dict[str, bytes] = {
 # Read by both alike.
 READ: dict[str, bytes] = {
     "nothing": file_of({}, 0),
-    "spaces around": file_of(b" \t\r\n" + json.dumps({"a": GOOD}).encode() + b" \n "),
     "texts that are null": file_of({"__metadata__": None, "a": GOOD}),
     "in another order": file_of({"b": {**GOOD, "data_offsets": [8, 16]}, "a": GOOD}, 16),
     "an empty tensor after it": file_of(

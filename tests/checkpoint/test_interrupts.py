@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch import nn
 
-from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import checkpoint
 from fsdp_compat.checkpoint import _processes as processes
-from fsdp_compat.checkpoint import _safetensors_save
-from fsdp_compat.errors import CheckpointError, StateError
-from tests.support.checkpoints import before_writes, refused, toy
+from fsdp_compat.errors import StateError
+from tests.support.checkpoints import before_writes, toy
 from tests.support.programs import Launcher
 from tests.support.ranks import on_ranks
 
@@ -63,26 +59,6 @@ def test_a_rank_that_is_interrupted_in_a_save_does_not_leave_others_waiting(tmp_
     dist.barrier()
     assert checkpoint.save(tmp_path, model, optimizer, step=2) == checkpoint.latest(tmp_path)
     assert checkpoint.load(tmp_path / "step-00000001", model).extra is None
-
-
-@on_ranks(2)
-def test_weights_of_which_some_bytes_were_written_by_no_rank_are_not_published(
-    tmp_path: Path,
-) -> None:
-    managed_parts = _safetensors_save.managed_parts
-
-    def without_the_last(groups: Any) -> Iterator[Any]:
-        *parts, last = managed_parts(groups)
-        yield from (*parts, dataclasses.replace(last, is_written_here=False))
-
-    model = FSDP(nn.Linear(3, 2))
-    with pytest.MonkeyPatch.context() as patch:
-        if dist.get_rank() == 1:
-            patch.setattr(_safetensors_save, "managed_parts", without_the_last)
-        with refused(CheckpointError, "bytes written by all ranks"):
-            checkpoint.save_safetensors(tmp_path, model)
-    dist.barrier()
-    assert list(tmp_path.iterdir()) == []
 
 
 # -- the end of a program

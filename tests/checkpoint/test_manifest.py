@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,44 +67,6 @@ def example() -> Manifest:
     )
 
 
-@st.composite
-def manifests(draw: st.DrawFn) -> Manifest:
-    num_files = draw(st.integers(1, 5))
-    nbytes = draw(st.lists(st.integers(0, 20 << 20), min_size=num_files, max_size=num_files))
-    crcs = draw(st.lists(st.integers(0, 2**32 - 1), min_size=5, max_size=5))
-    files = tuple(FileFacts(size, tuple(crcs[: -(-size // (4 << 20))])) for size in nbytes)
-    ranks = st.lists(st.integers(0, num_files - 1), min_size=1, unique=True).map(tuple)
-    axes = draw(st.lists(ranks, min_size=1, max_size=3))
-    names = iter(draw(st.lists(st.text(max_size=5), unique=True, min_size=12, max_size=12)))
-    groups = []
-    for number in range(draw(st.integers(0, 3))):
-        axis = draw(st.integers(0, len(axes) - 1))
-        sizes = draw(st.lists(st.lists(st.integers(0, 4), max_size=3).map(tuple), max_size=3))
-        dtypes = [torch.float32, torch.bfloat16, torch.int64, torch.complex128]
-        params = {next(names): its for its in sizes}
-        dtype, align = draw(st.sampled_from(dtypes)), draw(st.sampled_from([1, 8]))
-        groups.append(group(f"flat_{number}", axis, len(axes[axis]), params, dtype, align))
-    return Manifest(
-        identity=draw(st.text()),
-        step=draw(st.integers(0)),
-        common=draw(st.integers(0, num_files - 1)),
-        axes=tuple(axes),
-        groups=tuple(groups),
-        files=files,
-        param_groups=draw(st.none() | st.just([{"params": ["a"], "settings": {"lr": math.inf}}])),
-        written_by={"torch": "3"},
-        shares_extra=draw(st.booleans()),
-    )
-
-
-@same_path
-@given(manifest=manifests() | st.just(example()))
-def test_any_manifest_is_read_as_it_was_written(tmp_path: Path, manifest: Manifest) -> None:
-    (tmp_path / MANIFEST).write_text(manifest.as_text())
-    assert read_manifest(tmp_path) == manifest
-    assert read_manifest(tmp_path).as_text() == manifest.as_text()
-
-
 def parted() -> Manifest:
     """A manifest of a parameter ``w`` [5, 4] in two parts, of three and of two rows."""
     groups = []
@@ -119,9 +79,10 @@ def parted() -> Manifest:
 
 
 def test_parts_of_a_parameter_are_found_together_and_raise_the_version(tmp_path: Path) -> None:
-    (tmp_path / MANIFEST).write_text(parted().as_text())
-    found = read_manifest(tmp_path)
-    assert found == parted()
+    for manifest in (example(), parted()):
+        (tmp_path / MANIFEST).write_text(manifest.as_text())
+        found = read_manifest(tmp_path)
+        assert found == manifest
     named = found.parameters()
     parameter = named["tied"]
     assert parameter is named["w"]
@@ -230,20 +191,10 @@ def test_an_impossible_layout_is_noticed_even_if_the_checksum_fits(
 
 
 def test_what_is_not_a_manifest_of_this_version_is_named(tmp_path: Path) -> None:
-    folders: dict[str, tuple[Callable[[Path], object], str]] = {
-        "none": (Path.rmdir, "no such directory"),
-        "empty": (Path.exists, "a directory without one"),
-        "a directory": (lambda path: (path / MANIFEST).mkdir(), "a directory"),
-        "a FIFO": (lambda path: os.mkfifo(path / MANIFEST), "a FIFO"),
-        "too long": (lambda path: os.truncate(path / MANIFEST, 1 << 40), f"{1 << 40}"),
-    }
-    for name, (change, got) in folders.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / MANIFEST).touch() if name == "too long" else None
-        change(tmp_path / name)
-        assert_refused(tmp_path / name, got)
-    (tmp_path / "file").write_text("")
-    assert_refused(tmp_path / "file", "There is no checkpoint", "a file")
+    assert_refused(tmp_path, "a directory without one")
+    (tmp_path / MANIFEST).touch()
+    os.truncate(tmp_path / MANIFEST, 1 << 40)
+    assert_refused(tmp_path, f"{1 << 40}")
     for path, value, got in (
         ("version", 3, "version 3"),
         ("format", "other", "'other'"),
@@ -274,25 +225,13 @@ def test_content_that_is_not_a_manifest_is_noticed_even_if_the_checksum_fits(
 # -- how large it is
 
 
-def nbytes(num_groups: int, num_params: int, num_files: int, file_nbytes: int = 0) -> int:
-    """The size of a manifest, in groups of equal numbers of parameters, which are sharded over all
-    files."""
-    groups = []
-    for number in range(num_groups):
-        layer = f"model.layers.{number:03d}"
-        names = [f"{layer}.mlp.{index:03d}.weight" for index in range(num_params // num_groups)]
-        groups.append(group(f"{layer}.flat_0", 0, num_files, dict.fromkeys(names, (1024, 1024))))
-    facts = FileFacts(file_nbytes, (0xFFFFFFFF,) * -(-file_nbytes // (4 << 20)))
-    changes = {"axes": (tuple(range(num_files)),), "groups": tuple(groups), "param_groups": None}
-    files = (facts,) * num_files
-    manifest = dataclasses.replace(example(), common=0, files=files, **changes)
-    return len(manifest.as_text())
-
-
 def test_the_manifest_grows_with_parameters_plus_files_not_with_their_product() -> None:
-    base = nbytes(1, 100, 1)
-    assert nbytes(1, 1100, 1) - base < 1000 * 200, "bytes for each parameter"
-    assert nbytes(100, 100, 1) - base < 99 * 200, "bytes for each group"
-    assert nbytes(1, 100, 1025) - base < 1024 * 120, "bytes for each file"
-    assert nbytes(1, 100, 1, 4 << 30) - base < 1024 * 8 + 100, "bytes for each block of 4 MiB"
-    assert nbytes(100, 1000, 1024) < 450_000, "1,000 parameters on 1,024 ranks"
+    groups = []
+    for number in range(100):
+        layer = f"model.layers.{number:03d}"
+        params = {f"{layer}.mlp.{index:03d}.weight": (1024, 1024) for index in range(10)}
+        groups.append(group(f"{layer}.flat_0", 0, 1024, params))
+    files = (FileFacts(16 << 20, (0xFFFFFFFF,) * 4),) * 1024
+    changes = {"axes": (tuple(range(1024)),), "groups": tuple(groups), "param_groups": None}
+    manifest = dataclasses.replace(example(), common=0, files=files, **changes)
+    assert len(manifest.as_text()) < 1000 * 200 + 100 * 200 + 1024 * (120 + 4 * 8)

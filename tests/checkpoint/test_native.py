@@ -8,7 +8,6 @@ import contextlib
 import copy
 import enum
 import functools
-import io
 import math
 import os
 import shutil
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import MixedPrecision, checkpoint, fully_shard
-from fsdp_compat.errors import CheckpointError, FsdpCompatError, UsageError
+from fsdp_compat.errors import CheckpointError, FsdpCompatError
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.checkpoint.corpus.content import RankLocal, take_step
 from tests.support.cases import about
@@ -53,35 +52,6 @@ STEP = "step-00000001"
 # -- values
 
 
-@on_ranks(2)
-def test_every_dtype_is_kept_and_another_one_is_converted_to(tmp_path: Path) -> None:
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5).bfloat16(), nn.Embedding(3, 2))
-    codes = torch.arange(6, dtype=torch.uint8).view(3, 2)
-    model[2].weight = nn.Parameter(codes, requires_grad=False)
-    model.register_buffer("kept", torch.randn(3))
-    model.register_buffer("inv", torch.randn(3), persistent=False)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    wrapped = FSDP(model, mixed_precision=MixedPrecision(buffer_dtype=torch.float16))
-    path = checkpoint.save(tmp_path, wrapped, step=0)
-    checkpoint.save_safetensors(tmp_path / "weights", wrapped)
-    for load in (
-        lambda: checkpoint.load(path, wrapped),
-        lambda: checkpoint.load_safetensors(tmp_path / "weights", wrapped),
-    ):
-        with torch.no_grad(), FSDP.summon_full_params(wrapped):
-            for value in (*wrapped.parameters(), wrapped.kept):
-                value.zero_()
-        assert load().is_complete
-        assert_same(wrapped.state_dict(), before)
-    other = nn.Sequential(nn.Linear(5, 7).bfloat16(), nn.Linear(7, 5), nn.Embedding(3, 2))
-    other.register_buffer("kept", torch.zeros(3, dtype=torch.float64))
-    other = FSDP(other)
-    checkpoint.load(path, other)
-    for name, value in other.state_dict().items():
-        assert torch.equal(value, before[name].to(value.dtype)), name
-
-
 class Typed(nn.Module):
     """A parameter and a buffer of one dtype."""
 
@@ -93,70 +63,36 @@ class Typed(nn.Module):
 
 
 @on_ranks(2)
-def test_a_dtype_that_would_lose_an_imaginary_part_or_a_fraction_is_refused(tmp_path: Path) -> None:
-    lossy = [
-        (torch.complex64, torch.float32),
-        (torch.float32, torch.int64),
-        (torch.int64, torch.bool),
-    ]
-    for number, (saved, own) in enumerate(lossy):
-        path = checkpoint.save(tmp_path, FSDP(Typed(saved)), step=number)
-        model = FSDP(Typed(own))
-        before = {name: value.clone() for name, value in model.state_dict().items()}
-        told = [f"{name}: {saved} in the checkpoint, {own} in" for name in ("weight", "table")]
-        with refused(CheckpointError, *told):
+def test_dtypes_are_converted_unless_a_fraction_or_an_imaginary_part_would_be_lost(
+    tmp_path: Path,
+) -> None:
+    lossy = {
+        torch.complex64: torch.float32,
+        torch.float32: torch.int64,
+        torch.int64: torch.bool,
+        torch.bfloat16: None,
+        torch.uint8: None,
+    }
+    for number, (saved, own) in enumerate(lossy.items()):
+        # Buffers are saved as they were before mixed precision.
+        precision = MixedPrecision(buffer_dtype=torch.float16)
+        path = checkpoint.save(tmp_path, FSDP(Typed(saved), mixed_precision=precision), step=number)
+        same, wider = FSDP(Typed(saved)), FSDP(Typed(torch.complex128))
+        with torch.no_grad():
+            for value in (*same.parameters(), *same.buffers()):
+                value.zero_()
+        for model in (same, wider):
             checkpoint.load(path, model)
-        assert_same(model.state_dict(), before)
-    wider = FSDP(Typed(torch.float64))  # from integers
-    path = checkpoint.save(tmp_path, FSDP(Typed(torch.int64)), step=len(lossy))
-    checkpoint.load(path, wider)
-    expected = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)
-    assert_same(wider.state_dict(), {"weight": expected, "table": expected})
-
-
-class Around(nn.Module):
-    """Not sharded itself: one part is, one is not, and one is ignored. It has an extra state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.free = nn.Linear(3, 3)
-        part = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3), nn.BatchNorm1d(3))
-        self.part = FSDP(part, ignored_modules=[part[1]])
-        self.answer = torch.randn(())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.part(self.free(x))
-
-    def get_extra_state(self) -> dict[str, Any]:
-        return {"answer": self.answer, "kind": "deep"}
-
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        self.answer = state["answer"]
-        assert state["kind"] == "deep"
-
-
-@on_ranks(2)
-def test_a_container_is_saved_with_its_unsharded_parts(tmp_path: Path) -> None:
-    def made(seed: int) -> tuple[Around, torch.optim.Optimizer]:
-        torch.manual_seed(seed)
-        model = Around()
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-        model(torch.randn(4, 3)).square().sum().backward()
-        optimizer.step()
-        return model, optimizer
-
-    saved = made(0)
-    path = checkpoint.save(tmp_path, *saved, step=0)
-    checkpoint.save_safetensors(tmp_path / "weights", saved[0])
-    loaded = made(1)
-    checkpoint.load(path, *loaded)
-    assert_same(state_of(*loaded), state_of(*saved))
-    assert torch.equal(loaded[0].answer, saved[0].answer)
-    loaded = made(2)
-    report = checkpoint.load_safetensors(tmp_path / "weights", loaded[0], strict=False)
-    assert report.missing == ["_extra_state"] and not report.unexpected
-    state = dict(checkpoint.iter_full_state_dict(saved[0]))
-    assert_same(dict(checkpoint.iter_full_state_dict(loaded[0])), state)
+            for name, value in model.state_dict().items():
+                expected = Typed(saved).table.to(value.dtype)
+                assert torch.equal(value, expected), (saved, name)
+        if own is not None:
+            model = FSDP(Typed(own))
+            before = {name: value.clone() for name, value in model.state_dict().items()}
+            told = [f"{name}: {saved} in the checkpoint, {own} in" for name in before]
+            with refused(CheckpointError, *told):
+                checkpoint.load(path, model)
+            assert_same(model.state_dict(), before)
 
 
 # -- what is read
@@ -222,11 +158,8 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 }
 DAMAGES: dict[str, tuple[str, Callable[[Path], object]]] = {
     **{name: ("rank-00001.safetensors", change) for name, change in CHANGES.items()},
-    "an empty file": ("rank-00001.safetensors", lambda path: os.truncate(path, 0)),
     "a file of another checkpoint": ("rank-00001.safetensors", _foreign),
-    "a directory": ("rank-00001.safetensors", _instead(os.mkdir)),
     "a flipped bit in the manifest": ("manifest.json", _flip),
-    "a truncated manifest": ("manifest.json", CHANGES["a truncated file"]),
     "no manifest": ("manifest.json", Path.unlink),
     "a FIFO instead of the manifest": ("manifest.json", _instead(os.mkfifo)),
 }
@@ -244,18 +177,6 @@ def _load_damaged(folder: str, cases: Mapping[str, str]) -> None:
             checkpoint.load(Path(folder) / what, model, optimizer)
         assert are_equal(held(model, optimizer), before), what
     take_step(optimizer)
-
-
-def test_damage_is_named_on_all_ranks_and_nothing_changes(tmp_path: Path) -> None:
-    run_ranks(3, _save_one, str(tmp_path))
-    run_ranks(3, _save_one, str(tmp_path / "other"), seed=5)
-    for what, (name, damage) in DAMAGES.items():
-        shutil.copytree(tmp_path / STEP, tmp_path / what)
-        damage(tmp_path / what / name)
-    run_ranks(2, _load_damaged, str(tmp_path), {what: name for what, (name, _) in DAMAGES.items()})
-
-
-# -- what changes while it is loaded
 
 
 class Opens:
@@ -309,10 +230,15 @@ def _change_on_the_first_rank(change: Callable[[Path], object], file: Path) -> N
     dist.barrier()
 
 
-def test_files_that_change_after_they_were_checked_are_an_error_that_says_that_a_part_was_loaded(
+def test_damage_is_named_on_all_ranks_and_nothing_changes_unless_it_comes_after_the_check(
     tmp_path: Path,
 ) -> None:
     run_ranks(3, _save_one, str(tmp_path))  # of the middle one both of two ranks have a part
+    run_ranks(3, _save_one, str(tmp_path / "other"), seed=5)
+    for what, (name, damage) in DAMAGES.items():
+        shutil.copytree(tmp_path / STEP, tmp_path / what)
+        damage(tmp_path / what / name)
+    run_ranks(2, _load_damaged, str(tmp_path), {what: name for what, (name, _) in DAMAGES.items()})
     run_ranks(2, _load_changing, str(tmp_path))
 
 
@@ -416,64 +342,6 @@ def _outcome(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> 
     return "loaded"
 
 
-# -- steps and folders
-
-
-@on_ranks(2)
-def test_steps_are_never_overwritten_and_old_ones_are_removed_on_request(tmp_path: Path) -> None:
-    folder = tmp_path / "made" / "on the way"
-    model, optimizer = toy()
-
-    def steps_after(**options: Any) -> list[int]:
-        checkpoint.save(folder, model, optimizer, **options)
-        dist.barrier()
-        found = sorted(int(path.name.removeprefix("step-")) for path in folder.iterdir())
-        dist.barrier()
-        return found
-
-    assert checkpoint.latest(folder) is None
-    assert [steps_after(step=step) for step in (1, 5, 3)] == [[1], [1, 5], [1, 3, 5]]
-    assert checkpoint.latest(folder) == folder / "step-00000005"
-    with refused(UsageError, "step-00000003"):
-        checkpoint.save(folder, model, optimizer, step=3)
-    assert steps_after(step=4, keep_last=2) == [3, 4, 5]
-    assert steps_after(step=6, keep_last=1) == [6]
-
-
-@on_ranks(4)
-def test_nodes_with_separate_disks_each_have_the_files_they_need(tmp_path: Path) -> None:
-    first = dist.get_rank() // 2 * 2
-    model, optimizer = toy()
-    expected = state_of(model, optimizer)
-    path = checkpoint.save(tmp_path / f"node {first}", model, optimizer, step=1)
-    own = [f"rank-{rank:05d}.safetensors" for rank in (first, first + 1)]
-    assert sorted(file.name for file in path.iterdir()) == ["manifest.json", *own]
-    dist.barrier()
-    take_step(optimizer)
-    checkpoint.load(path, model, optimizer)
-    assert_same(state_of(model, optimizer), expected)
-
-
-@on_ranks(2)
-def test_progress_is_shown_on_the_first_rank_on_request(tmp_path: Path) -> None:
-    model, weights = FSDP(nn.Linear(5, 3)), tmp_path / "weights"
-    calls: dict[str, Callable[[], Any]] = {
-        "save step 7": lambda: checkpoint.save(tmp_path, model, step=7, progress=True),
-        "load step 7": lambda: checkpoint.load(tmp_path / "step-00000007", model, progress=True),
-        "save weights": lambda: checkpoint.save_safetensors(weights, model, progress=True),
-        "load weights": lambda: checkpoint.load_safetensors(weights, model, progress=True),
-        "": lambda: checkpoint.save(tmp_path, model, step=8),
-    }
-    for what, call in calls.items():
-        with contextlib.redirect_stderr(io.StringIO()) as stderr:
-            call()
-        if dist.get_rank() > 0 or not what:
-            assert stderr.getvalue() == ""
-        else:
-            assert all(part in stderr.getvalue() for part in (what, "B/s", "100%"))
-            assert ("check step 7" in stderr.getvalue()) == (what == "load step 7")
-
-
 # -- what cannot work
 
 
@@ -492,12 +360,8 @@ def test_invalid_arguments_are_refused_on_all_ranks_before_anything_is_written(
         "no FSDP module": lambda: checkpoint.save(tmp_path, nn.Linear(2, 2), step=1),
         "no optimizer": lambda: checkpoint.save(tmp_path, model, model, step=1),  # type: ignore[arg-type]
         "a negative step": lambda: checkpoint.save(tmp_path, model, step=-1),
-        "a step that is not a number": lambda: checkpoint.save(tmp_path, model, step="3"),  # type: ignore[arg-type]
         "keep none": lambda: checkpoint.save(tmp_path, model, step=1, keep_last=0),
         "steps that differ": lambda: checkpoint.save(tmp_path, model, step=dist.get_rank()),
-        "extra that needs pickle": lambda: checkpoint.save(
-            tmp_path, model, extra={"a": [1, Unsavable()]}, step=1
-        ),
         "extra that needs pickle, on one rank": lambda: checkpoint.save(
             tmp_path, model, extra=Unsavable() if first else 1, step=1
         ),
@@ -611,12 +475,12 @@ def test_states_and_settings_that_cannot_be_saved_are_named_and_everything_else_
     assert torch.equal(momentum(loaded), momentum(saved))
 
 
-@pytest.mark.parametrize("columns", [False, True])
 @on_ranks(2)
-def test_states_of_one_rank_come_back_on_it(tmp_path: Path, columns: bool) -> None:
-    """tests/checkpoint/test_corpus.py has other layouts, which are refused."""
-    model: nn.Module = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 6))
-    model = fully_shard(model, shard_placement_fn=by_columns) if columns else FSDP(model)
+def test_states_of_one_rank_come_back_on_it(tmp_path: Path) -> None:
+    """tests/checkpoint/test_corpus.py has rows and flat parameters, and other layouts, which are
+    refused."""
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 6))
+    model = fully_shard(model, shard_placement_fn=by_columns)
     optimizer = RankLocal(model.parameters())
     for parameter in model.parameters():
         parameter.grad = parameter.detach()  # zero in padding
@@ -631,7 +495,6 @@ def test_states_of_one_rank_come_back_on_it(tmp_path: Path, columns: bool) -> No
     checkpoint.load(path, model, optimizer)
     for parameter in model.parameters():
         assert_same(optimizer.state[parameter], whole(expected[parameter]))
-    if columns:
-        by_rows = fully_shard(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 6)))
-        with refused(CheckpointError, "placement that state 'codes' was saved with"):
-            checkpoint.load(path, by_rows, RankLocal(by_rows.parameters()))
+    by_rows = fully_shard(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 6)))
+    with refused(CheckpointError, "placement that state 'codes' was saved with"):
+        checkpoint.load(path, by_rows, RankLocal(by_rows.parameters()))

@@ -22,8 +22,7 @@ from tests.checkpoint.corpus.content import take_step
 from tests.support.cases import about
 from tests.support.checkpoints import change_manifest, refused, sharded, state_of
 from tests.support.odd_model import assert_same
-from tests.support.ranks import on_ranks, run_ranks
-from tests.support.sampling import sample
+from tests.support.ranks import on_ranks
 
 STEP = "step-00000001"
 Made = tuple[nn.Module, torch.optim.Optimizer]
@@ -151,9 +150,9 @@ def _load_body(path: Path, loader: str, saved: dict[str, Tensor]) -> None:
     assert torch.equal(weights["head.weight"], Body(2, width=6).head.weight)
 
 
+@on_ranks(2)
 def test_a_load_that_is_not_strict_takes_what_fits_and_reports_the_rest(tmp_path: Path) -> None:
-    saved = run_ranks(2, _save_bodies, tmp_path)[0]
-    run_ranks(3, _load_bodies, tmp_path, saved)
+    _load_bodies(tmp_path, _save_bodies(tmp_path))
 
 
 # -- settings of parameter groups
@@ -314,9 +313,10 @@ def test_the_state_of_an_optimizer_of_another_kind_is_refused(tmp_path: Path) ->
     checkpoint.load(path, model, torch.optim.SGD(params, lr=9.0))
 
 
+@on_ranks(2)
 def test_settings_follow_their_parameters_into_other_groups_or_are_refused(tmp_path: Path) -> None:
-    run_ranks(3, _save_groups, tmp_path)
-    run_ranks(2, _load_groups, tmp_path)
+    _save_groups(tmp_path)
+    _load_groups(tmp_path)
 
 
 # -- parameters in one place, buffers or unmanaged parameters in another
@@ -337,54 +337,34 @@ class Mixed(nn.Module):
             self.table = nn.Parameter(table)
 
 
-def mixed(seed: int, front_end: str, as_buffer: bool, ignore: bool) -> Made:
-    inner = Mixed(seed, as_buffer)
-    options: dict[str, Any] = {}
-    if ignore and front_end == "rows":
-        options = {"ignored_params": set(inner.inner.parameters())}
-    elif ignore:
-        options = {"ignored_modules": [inner.inner]}
-    model = sharded(front_end, inner, **options)
-    return model, torch.optim.Adam(model.parameters(), lr=0.1)
+@on_ranks(2)
+def test_parameters_load_into_buffers_and_ignored_parameters_and_back(tmp_path: Path) -> None:
+    def made(seed: int, front_end: str, is_other: bool) -> Made:
+        inner = Mixed(seed, as_buffer=is_other)
+        ignored: dict[str, Any] = {"ignored_modules": [inner.inner]}
+        if front_end == "rows":
+            ignored = {"ignored_params": set(inner.inner.parameters())}
+        model = sharded(front_end, inner, **ignored if is_other else {})
+        return model, torch.optim.Adam(model.parameters(), lr=0.1)
 
-
-KINDS = [
-    (front_end, as_buffer, ignore)
-    for front_end in ("flat", "rows")
-    for as_buffer, ignore in ((False, False), (True, True))
-]
-
-
-def _save_mixed(folder: Path) -> list[dict[str, Tensor]]:
-    states = []
-    for number, kind in enumerate(KINDS):
-        model, optimizer = mixed(1, *kind)
-        take_step(optimizer)
-        checkpoint.save(folder / str(number), model, optimizer, step=1)
-        states.append(state_of(model, optimizer))
-    return states
-
-
-def _load_mixed(folder: Path, states: list[dict[str, Tensor]]) -> None:
-    for (number, state), (place, kind) in itertools.product(enumerate(states), enumerate(KINDS)):
-        for strict in sample((True, False), (number + place) % 2):
-            with about(f"{KINDS[number]} into {kind}, strict={strict}"):
-                model, optimizer = mixed(2, *kind)
-                path = folder / str(number) / STEP
-                assert checkpoint.load(path, model, optimizer, strict=strict).is_complete
-                found = state_of(model, optimizer)
+    kinds = [*itertools.product(("flat", "rows"), (False, True))]
+    for saver in kinds:
+        saved = made(1, *saver)
+        take_step(saved[1])
+        path = checkpoint.save(tmp_path / str(saver), *saved, step=1)
+        state = state_of(*saved)
+        for number, loader in enumerate(kinds):
+            with about(f"{saver} into {loader}"):
+                loaded = made(2, *loader)
+                assert checkpoint.load(path, *loaded, strict=number > 1).is_complete
+                found = state_of(*loaded)
                 # A buffer has no state; one that became a parameter in a FlatParameter has zeros,
                 # and its count.
                 shared = {*found} & {*state}
                 assert_same({n: found[n] for n in shared}, {n: state[n] for n in shared})
                 others = {*state, *found} - shared
                 assert all(name.startswith("state.table") for name in others), others
-                take_step(optimizer)
-
-
-def test_parameters_load_into_buffers_and_ignored_parameters_and_back(tmp_path: Path) -> None:
-    states = run_ranks(2, _save_mixed, tmp_path)[0]
-    run_ranks(3, _load_mixed, tmp_path, states)
+                take_step(loaded[1])
 
 
 @on_ranks(2)

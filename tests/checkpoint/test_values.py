@@ -12,7 +12,7 @@ import random
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,10 +37,6 @@ HERE = __name__
 
 class Colour(enum.Enum):
     RED = 1
-
-
-class Level(enum.IntEnum):
-    LOW = 1
 
 
 class Letter(str, enum.Enum):
@@ -93,39 +89,23 @@ class Saved:
         return self.load(self._folder / "forged")
 
 
-def as_text(value: Any) -> str:
-    """What a value is, whatever the order of sets."""
-    if isinstance(value, set | frozenset | tuple):
-        inside = map(as_text, value)
-        inside = inside if isinstance(value, tuple) else sorted(inside)
-        return f"{type(value).__name__}({', '.join(inside)})"
-    return repr(value)
+def as_text(value: Any) -> Any:
+    """What a value is: its type, dtype and order, the sign of zero, and NaN as NaN."""
+    if isinstance(value, Tensor | np.ndarray):
+        return type(value).__name__, str(value.dtype), tuple(value.shape), repr(value.tolist())
+    if isinstance(value, set | frozenset):
+        inside: Any = sorted(map(str, map(as_text, value)))
+    elif isinstance(value, dict):
+        inside = [(as_text(key), as_text(each)) for key, each in value.items()]
+    elif isinstance(value, list | tuple | collections.deque):
+        inside = [*map(as_text, value), getattr(value, "maxlen", None)]
+    else:
+        inside = repr(value)
+    return type(value).__name__, inside
 
 
 def assert_same(actual: Any, expected: Any) -> None:
-    """Equal in type, order, sign of zero, and NaN is NaN."""
-    assert type(actual) is type(expected), (actual, expected)
-    if isinstance(expected, float):
-        same = actual == expected and math.copysign(1, actual) == math.copysign(1, expected)
-        assert same or (math.isnan(actual) and math.isnan(expected)), (actual, expected)
-    elif isinstance(expected, complex):
-        assert_same([actual.real, actual.imag], [expected.real, expected.imag])
-    elif isinstance(expected, Tensor):
-        assert actual.dtype == expected.dtype
-        torch.testing.assert_close(actual, expected.detach(), rtol=0, atol=0, equal_nan=True)
-    elif isinstance(expected, np.ndarray):
-        assert actual.dtype == expected.dtype
-        np.testing.assert_array_equal(actual, expected)
-    elif isinstance(expected, dict):
-        assert_same(list(actual.items()), list(expected.items()))
-    elif isinstance(expected, set | frozenset):
-        assert as_text(actual) == as_text(expected)
-    elif isinstance(expected, list | tuple | collections.deque):
-        assert len(actual) == len(expected)
-        for one, other in zip(actual, expected, strict=True):
-            assert_same(one, other)
-    else:
-        assert actual == expected
+    assert as_text(actual) == as_text(expected)
 
 
 # -- what is data
@@ -137,28 +117,10 @@ keys = st.recursive(
     lambda inner: st.lists(inner, max_size=3).map(tuple) | st.frozensets(inner, max_size=3),
     max_leaves=5,
 )
-atoms = [
-    torch.float32,
-    torch.bfloat16,
-    torch.complex64,
-    torch.device("cpu"),
-    torch.device("cuda:1"),
-]
-arrays = [
-    np.array([1.5, np.nan, -0.0]),
-    np.array(7, np.uint8),
-    np.zeros((0, 3), np.float16),
-    np.array([[True], [False]]),
-    np.array([1 + 2j], np.complex64),
-    np.arange(6, dtype=np.int64).reshape(2, 3).T,
-    np.arange(5)[::-1],
-    np.arange(5)[::2],
-    np.array([1, 2], np.uint32),
-]
 leaves = st.one_of(
     keys,
     st.complex_numbers(),
-    st.sampled_from(atoms),
+    st.sampled_from([torch.bfloat16, torch.complex64, torch.device("cuda:1")]),
     st.binary().map(bytearray),
     st.lists(st.integers(0, 5)).map(torch.Size),
     st.lists(st.floats(width=32), max_size=3).map(torch.tensor),
@@ -180,7 +142,11 @@ values = st.recursive(
 random_python, random_legacy = random.Random(3), np.random.RandomState(3)
 random_python.gauss(0, 1), random_legacy.standard_normal()  # these keep the next one
 EXAMPLES: dict[str, Any] = {
-    "arrays": arrays,
+    "arrays": [
+        *(np.array([1.5, np.nan, -0.0]), np.array(7, np.uint8), np.zeros((0, 3), np.float16)),
+        *(np.array([[True], [False]]), np.array([1 + 2j], np.complex64), np.arange(5)[::-2]),
+        np.arange(6, dtype=np.int64).reshape(2, 3).T,
+    ],
     "tags": [{"@tensor": "t0"}, {"@object": ["os:system", {}]}, {"@": 1}, {"": {"@set": [1]}}],
     "keys": {True: "bool", 2: 1, 2.5: 1, None: 1, (1, ("a", b"c")): "", "@x": 1, "x": 2},
     "empty": [{}, [], (), "", set(), frozenset(), collections.deque()],
@@ -213,8 +179,6 @@ def test_every_value_comes_back_with_its_type_and_its_order(tmp_path: Path) -> N
     def check(some: list[Any]) -> None:
         found = saved.through_files(some)
         assert_same(found, some)
-        for one, other in zip(found, some, strict=True):
-            assert getattr(one, "maxlen", None) == getattr(other, "maxlen", None)
 
     check()
     for around in (lambda inner: (inner,), lambda inner: {1: inner}):
@@ -267,16 +231,12 @@ def no_data() -> dict[str, Any]:
         "object": Noisy(),
         "dataclass": Progress(3),
         "enum": Colour.RED,
-        "number that is an enum": Level.LOW,
         "text that is an enum": Letter.A,
-        "text of another class": type("Text", (str,), {})("a"),
         "dict of another class": type("Own", (dict,), {})(),
         "array of objects": np.array([object()]),
-        "array of texts": np.array(["a"]),
         "masked array": np.ma.masked_array([1, 2], [True, False]),
         "structured array": np.zeros(2, [("a", "i4")]),
         "long double": np.longdouble(1),
-        "moment": np.datetime64(5, "ns"),
         "duration": np.timedelta64(5, "ns"),
         "meta tensor": torch.empty(2, device="meta"),
         "sparse tensor": torch.eye(2).to_sparse(),
@@ -315,29 +275,21 @@ def test_objects_that_are_not_data_are_refused_with_their_place_and_run_no_code(
 
 KEYS = [[], {"a": 1}, {"@object": [f"{HERE}:Noisy", {}]}, {"@tuple": [1, {"@enum": []}]}]
 PAIRS = [3, None, [1], [[1]], [[1, 2, 3]], "ab", *([[key, 1], [key, 2]] for key in KEYS)]
-TENSORS = [3, None, [], {}, "a", ["a"], ["a", "float32", [1]], ["a", "nn", [1]]]
-OBJECTS = [
-    *(None, 1, "", [], {}, [[]]),
-    *([name, {}] for name in ("os:system", "builtins:eval", "torch.nn:Linear", "os:", "", 3)),
-    *([f"{HERE}:Noisy", content] for content in ({}, {"loud": 1}, [], "ONE", None)),
-    *([f"importing:{name}", {}, None, [], []] for name in ("Anything", "deeper.Anything")),
-]
-CLASSES = "object enum flag named_tuple tensor_of call reduce"  # tags that are not known
+UNKNOWN = [None, [], {}, ["os:system", {}], [f"{HERE}:Noisy", {"loud": 1}], ["importing:Any", {}]]
 # Invalid contents of each tag.
 INVALID: dict[str, list[Any]] = {
-    "@dtype": ["load", "nn", "Tensor", "", "float32.is_complex", 3, None, [], {}],
-    "@device": ["nonsense", "", 3.5, None, [], {}, "cpu:-4"],
-    "@bytes": ["a", "é", 3, None, [], {}],
-    "@bytearray": ["a", "é", 3, None, [], {}],
-    "@int": [None, 3, "", "x", [], {}],
-    "@complex": [None, 3, [1, 2, 3], ["a", "b"], {}, [None]],
-    "@size": [["a"], 3, [[1]], [None], [1.5]],
-    "@tuple": [3, None, True, [{"@object": ["os:system", {}]}]],
-    "@deque": [3, None, True, [[1], -1], [[1], "a"], [1, None], [[1]]],
-    **{tag: [3, None, True, *([key, key] for key in KEYS)] for tag in ("@set", "@frozenset")},
+    "@dtype": ["load", "nn", "float32.is_complex", 3, None],
+    "@device": ["nonsense", "", 3.5, None, "cpu:-4"],
+    **{tag: ["a", "é", 3, None] for tag in ("@bytes", "@bytearray")},
+    "@int": [None, 3, "x", []],
+    "@complex": [None, 3, [1, 2, 3], ["a", "b"], {}],
+    "@size": [["a"], 3, [[1]], [1.5]],
+    "@tuple": [3, None, [{"@object": ["os:system", {}]}]],
+    "@deque": [3, None, [[1], -1], [[1], "a"], [1, None], [[1]]],
+    **{tag: [3, None, *([key, key] for key in KEYS)] for tag in ("@set", "@frozenset")},
     **{tag: PAIRS for tag in ("@dict", "@ordered", "@counter")},
-    **{tag: TENSORS for tag in ("@tensor", "@array")},
-    **{f"@{name}": OBJECTS for name in ("", *CLASSES.split())},
+    **{tag: [3, None, "a", ["a"], ["a", "nn", [1]]] for tag in ("@tensor", "@array")},
+    **{tag: UNKNOWN for tag in ("@", "@object", "@enum", "@tensor_of", "@call", "@reduce")},
 }
 
 
@@ -352,7 +304,7 @@ def test_an_invalid_text_is_a_checkpoint_error_and_runs_and_imports_nothing(tmp_
         patch.setitem(sys.modules, "importing", module)
         before = set(sys.modules)
         ran.clear()
-        for content in invalid_contents():
+        for content in ({tag: each} for tag, every in INVALID.items() for each in every):
             with about(content), pytest.raises(CheckpointError):
                 saved.forged(good, lambda tensor, its=content: [{"around": its}])
         assert not ran
@@ -362,9 +314,3 @@ def test_an_invalid_text_is_a_checkpoint_error_and_runs_and_imports_nothing(tmp_
             saved.forged(good, lambda it, tag=tag: {tag: [it] if "set" in tag else [[it, 1]]})
     with refused(CheckpointError, "'@object', which this version", "load an older", "extra['a']"):
         saved.forged(good, lambda _: {"a": {"@object": ["elsewhere:Thing", {}]}})
-
-
-def invalid_contents() -> Iterator[dict[str, Any]]:
-    for tag, contents in INVALID.items():
-        for content in contents:
-            yield {tag: content}

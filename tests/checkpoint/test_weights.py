@@ -4,7 +4,6 @@ read from any form. tests/checkpoint/test_layouts.py has the layouts."""
 from __future__ import annotations
 
 import errno
-import itertools
 import json
 import os
 import shutil
@@ -118,8 +117,7 @@ def test_the_next_forward_uses_the_loaded_values(tmp_path: Path) -> None:
 
     x = torch.ones(2, 3)
     save_safetensors(tmp_path / "new", FSDP(made(1)))
-    strategies = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
-    for strategy, use_orig_params in itertools.product(strategies, (False, True)):
+    for strategy, use_orig_params in (("SHARD_GRAD_OP", False), ("NO_SHARD", True)):
         model = FSDP(
             made(2),
             sharding_strategy=ShardingStrategy[strategy],
@@ -149,7 +147,6 @@ class Plain(nn.Module):
 FORMS: dict[str, tuple[dict[str, int], int]] = {  # the arguments, and how many files they make
     "one": ({}, 1),
     "exact": ({"max_file_size": 40 + 240 + 40 + 6}, 1),
-    "two": ({"max_file_size": 280}, 2),
     "many": ({"max_file_size": 100}, 3),
     "deeper/each": ({"max_file_size": 1}, 4),
 }
@@ -199,7 +196,7 @@ def test_values_are_rounded_on_the_way_out_or_in_and_integers_stay(tmp_path: Pat
     def with_own_dtypes(values: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: value.to(plain[name].dtype) for name, value in values.items()}
 
-    for dtype in (torch.bfloat16, torch.float64, torch.float16):
+    for dtype in (torch.bfloat16, torch.float64):
         path, expected = tmp_path / str(dtype), rounded(dtype)
         assert_same(found_in(save_safetensors(path, model, dtype=dtype)), expected)
         other, _ = toy("flat original", seed=9)
@@ -325,7 +322,6 @@ WRONG_INDICES: dict[str, tuple[bytes, str]] = {
     "elsewhere": (_index(a_bias="../good/model.safetensors"), INVALID),
     "no weight_map": (b"{}", INVALID),
     "a NUL": (b'{"weight_map": {"a": "a\\u0000.safetensors"}}', INVALID),
-    "name twice": (b'{"weight_map": {"a": "a.safetensors", "a": "b.safetensors"}}', INVALID),
 }
 
 
@@ -334,10 +330,8 @@ def _wrong_files(folder: Path) -> None:
     files = {
         "good": good,
         "missing": {name: value for name, value in good.items() if name != "a.bias"},
-        "unexpected": good | {"a.extra": torch.ones(1)},
         "shape": good | {"b.weight": torch.ones(4)},
         "buffer shape": good | {"count": torch.ones(4)},
-        "no buffer": {name: value for name, value in good.items() if name != "count"},
     }
     for name, tensors in files.items():
         (folder / name).mkdir()
@@ -372,10 +366,8 @@ def test_an_invalid_load_is_refused_on_all_ranks_and_changes_nothing(tmp_path: P
 
     by_path: dict[Any, str] = {
         "missing": "missing: a.bias",
-        "unexpected": "not in the model: a.extra",
         "shape": "b.weight: shape [4] in the checkpoint, [2, 2] in the model",
         "buffer shape": "count: shape [4] in the checkpoint, [3] in the model",
-        "no buffer": "missing: count",
         "truncated": "is not a safetensors file, or not a complete one",
         **{name: said for name, (_, said) in WRONG_INDICES.items()},
         "FIFO/model.safetensors": "No checkpoint was recognised",
@@ -385,20 +377,13 @@ def test_an_invalid_load_is_refused_on_all_ranks_and_changes_nothing(tmp_path: P
         "stray": "not in the model: c.bias",
         "empty": "an empty directory",
         "nowhere": "There is no checkpoint at this path",
-        f"good/{INDEX}": "There is no checkpoint at this path",
-        "x" * 300: "x" * 300,
     }
     floating = "a floating-point dtype, or None"
     half = torch.bfloat16
     by_argument: dict[str, tuple[str, Callable[[], object]]] = {
         "path": ("argument 'path' of checkpoint.load_safetensors", load(3)),
         "dtype": (floating, load(good, dtype=torch.int32)),
-        "dtype by name": (floating, load(good, dtype="float32")),
-        "rename": ("a function of a name, or None", load(good, rename={"a": "b"})),
-        "progress": ("True or False", load(good, progress="yes")),
         "one name": ("'b.bias'", load(good, rename=lambda n: n.replace("a.bias", "b.bias"))),
-        "rename gives a number": ("the result of rename", load(good, rename=len)),
-        "no wrapping": ("The model is not wrapped", load(good, nn.Linear(1, 1))),
         "one rank's dtype": (floating, load(good, dtype=_by_rank(torch.int32, half))),
     }
     by_rank = {
@@ -451,36 +436,25 @@ def test_an_invalid_save_is_refused_on_all_ranks_and_leaves_no_files(tmp_path: P
     swapped = {"a.bias": "b.bias", "b.bias": "a.bias"}
     refused: dict[str, tuple[str, Callable[[], object]]] = {
         **{name: ("which are never overwritten", save(tmp_path / name)) for name in old},
-        "path": ("argument 'path' of checkpoint.save_safetensors", save(None)),
         "dtype": (floating, save(dtype=torch.int8)),
         "dtype without a name": ("torch.float8_e8m0fnu", save(dtype=torch.float8_e8m0fnu)),
         "parameter without a name": (
             "leave it out",
             save(its=FSDP(nn.Linear(3, 2, dtype=torch.complex128))),
         ),
-        "rename": ("a function of a name, or None", save(rename="prefix")),
         "one name": ("'b.bias'", save(rename=lambda name: name.replace("a.bias", "b.bias"))),
-        "rename gives a number": ("the result of rename", save(rename=len)),
         "a name of the format": (
             "__metadata__",
             save(rename=lambda n: "__metadata__" if n == "count" else n),
         ),
-        **{
-            f"max_file_size {value!r}": (number, save(max_file_size=value))
-            for value in (0, -1, True, 1e9, "5GB", None)
-        },
-        "no wrapping": ("The model is not wrapped", save(its=nn.Linear(1, 1))),
         "other sizes": ("all ranks", save(max_file_size=_by_rank(10_000, 40))),
-        "other dtypes": ("all ranks", save(dtype=_by_rank(torch.bfloat16, torch.float16))),
         "other names": ("all ranks", save(rename=_by_rank(None, lambda n: f"model.{n}"))),
         "other order": ("all ranks", save(rename=_by_rank(None, lambda n: swapped.get(n, n)))),
         "one rank's argument": (number, save(max_file_size=_by_rank(10_000, 0))),
     }
     mine = tmp_path / "mine" / str(rank)  # as if on disks of their own
     failing: dict[str, tuple[str, Callable[[], object]]] = {
-        "below a file": ("NotADirectoryError", save(tmp_path / "file" / "deeper")),
         "a file": ("FileExistsError", save(tmp_path / "file")),
-        "long path": ("x" * 300, save("x" * 300)),
         "other file systems": (str(tmp_path / "mine" / "1"), save(mine)),
     }
     assert_refused({name: (UsageError, *case) for name, case in refused.items()})

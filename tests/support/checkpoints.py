@@ -22,7 +22,7 @@ import signal
 import tempfile
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,9 +37,6 @@ from torch.distributed.tensor import Shard
 
 import fsdp_compat
 from fsdp_compat import checkpoint
-from fsdp_compat.checkpoint._tools.archive import Archive
-from fsdp_compat.checkpoint._tools.reader import Files, read
-from fsdp_compat.checkpoint._tools.recognition import problems_of
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.checkpoint.corpus.content import take_step
 from tests.support.odd_model import state_by_name
@@ -120,51 +117,6 @@ def make(kind: str, ranks: int, directory: Path) -> dict[str, Any]:
     target = directory / path.relative_to(_session())
     shutil.copytree(_session() / f"{kind}-{ranks}", directory / f"{kind}-{ranks}", symlinks=True)
     return {**reference(), "path": target}
-
-
-def assert_is_reference(
-    archive: Archive, expected: dict[str, Any], with_optimizer: bool = True
-) -> None:
-    """Assert that an archive has the model and the optimizer of ``expected``, bit for bit; one name
-    of a tie is enough, and a number is as good as a tensor of it."""
-    assert problems_of(archive) == []
-    names = {**{name: name for name in archive.tensors}, **archive.aliases}
-    assert {*names, *expected["aliases"]} == set(expected["model"])
-    found = values_of(archive)
-    for name, values in expected["model"].items():
-        held = names.get(name) or names[expected["aliases"][name]]
-        assert_same(found[f"model/{held}"], values, name)
-    if not with_optimizer:
-        assert archive.param_groups is None
-        return
-    states, groups = expected["optimizer"]["state"], expected["optimizer"]["param_groups"]
-    assert set(archive.states) == set(states)
-    for name, state in states.items():
-        assert set(archive.states[name]) == set(state)
-        for key, values in state.items():
-            number = archive.states[name][key]
-            own = found.get(f"optimizer/{name}/{key}")
-            own = torch.tensor(number, dtype=values.dtype) if own is None else own
-            assert_same(own, values, f"{name}/{key}")
-    assert archive.param_groups is not None
-    for group in archive.param_groups:
-        assert (group["lr"], tuple(group["betas"])) == (groups[0]["lr"], groups[0]["betas"])
-    taken = [name for group in archive.param_groups for name in group["params"]]
-    assert sorted(taken) == sorted(groups[0]["params"])
-
-
-def values_of(archive: Archive) -> dict[str, Tensor]:
-    """Return all tensors, under ``model/name``, ``optimizer/name/key`` and ``extra/path``."""
-    with Files() as files:
-        return {path: read(tensor, files) for path, tensor in archive.all_tensors()}
-
-
-def assert_holds(archive: Archive, expected: Mapping[str, Tensor]) -> None:
-    """Assert that an archive has a model, tied parameters under each name, bit for bit."""
-    assert {*archive.tensors, *archive.aliases} == set(expected)
-    found = values_of(archive)
-    for name, values in expected.items():
-        assert_same(found[f"model/{archive.aliases.get(name, name)}"], values, name)
 
 
 def assert_same(values: Tensor, expected: Tensor, what: str) -> None:

@@ -16,33 +16,10 @@ from safetensors.torch import save_file
 
 from fsdp_compat.checkpoint.files import inspect
 from fsdp_compat.errors import CheckpointError
-from tests.checkpoint.corpus.content import Tiny
-from tests.checkpoint.corpus.make import CORPUS
-from tests.checkpoint.tools.content import assert_model, assert_reference, content_of
+from tests.checkpoint.tools.content import assert_model, assert_reference
 from tests.support.checkpoints import reference, save_dcp
 
-SHAPES = "tests.checkpoint.corpus.content:Tiny"
-
-
 # -- Accelerate and the Trainer
-
-
-def test_local_files_of_accelerate_are_read(tmp_path: Path) -> None:
-    for rank in range(2):
-        file = CORPUS / f"torch-2.13.0/fsdp1-local-ranks/rank_{rank}.pt"
-        shutil.copy(file, tmp_path / f"pytorch_model_fsdp_rank{rank}.bin")
-    found = inspect(tmp_path, shapes=SHAPES)
-    names = {each.path.removeprefix("model/") for each in found.tensors}
-    assert {*names, *found.aliases} == Tiny().state_dict().keys()
-    assert (found.kind, found.world_size) == ("Accelerate", 2)
-    (tmp_path / "pytorch_model_fsdp_rank0.bin").unlink()
-    with pytest.raises(CheckpointError, match="rank 0"):
-        inspect(tmp_path, shapes=SHAPES)
-
-
-@pytest.mark.parametrize(("name", "kind"), [("lightning", "Lightning"), ("fabric-model", "Fabric")])
-def test_lightning_and_fabric_are_told_apart(name: str, kind: str) -> None:
-    assert inspect(CORPUS / "clients" / name).kind == kind
 
 
 def test_several_models_of_accelerate_keep_their_number(tmp_path: Path) -> None:
@@ -127,9 +104,6 @@ def test_mixed_forms_and_links_that_lead_out_are_refused(tmp_path: Path) -> None
         inspect(path)
 
 
-# -- Lightning, Fabric, Megatron-FSDP
-
-
 def test_names_of_megatron_fsdp_lose_its_wrappers(tmp_path: Path) -> None:
     expected = reference()
 
@@ -144,12 +118,3 @@ def test_names_of_megatron_fsdp_lose_its_wrappers(tmp_path: Path) -> None:
     torch.save({"iteration": 7}, tmp_path / "c" / "common.pt")
     facts = assert_reference(tmp_path / "c", expected).facts
     assert (facts.kind, facts.step) == ("Megatron-FSDP", 7)
-
-
-def test_values_that_would_run_code_are_named(tmp_path: Path) -> None:
-    save_dcp({"model": {"w": torch.zeros(2)}}, tmp_path / "c")
-    torch.save({"epoch": 1, "callbacks": print}, tmp_path / "c" / "meta.pt")
-    content = content_of(tmp_path / "c")
-    assert set(content.model) == {"w"}
-    (text,) = content.facts.left_out
-    assert text.startswith("meta.pt: ") and "print" in text

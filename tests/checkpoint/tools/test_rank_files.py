@@ -1,10 +1,9 @@
 """Files that each rank saved for itself are put together: which ranks hold what comes out as
-DTensor and ShardedTensor define it, and what does not belong together is refused."""
+DTensor and ShardedTensor define it, and flat parameters with shapes from elsewhere."""
 
 from __future__ import annotations
 
 import math
-import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,56 +13,37 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from fsdp_compat.checkpoint.files import inspect, verify
+from fsdp_compat.checkpoint.files import convert, diff, inspect, verify
 from fsdp_compat.errors import CheckpointError
 from tests.checkpoint.tools.content import assert_model, content_of, d_tensor, part_of
+from tests.support.cases import about
+from tests.support.checkpoints import make, reference
 from tests.support.sampling import at_most
 
-WHOLE = torch.arange(7 * 5.0).view(7, 5)
-LAYOUTS = {"both dims": (0, 1), "one dim": (0, 0), "columns": (None, 1), "copies": (None, None)}
 
-
-@pytest.fixture
-def d_tensors(tmp_path: Path) -> Path:
-    """Tensors of a mesh of 2 dims, and an optimizer, as RL trainers name the files."""
-    folder = tmp_path / "d_tensors"
-    (folder / "layouts").mkdir(parents=True)
-    places = {None: Replicate(), 0: Shard(0), 1: Shard(1)}
-    for rank in range(4):
-        model: dict[str, Any] = {
-            key: part_of(WHOLE, (2, 2), rank, [places[dim] for dim in dims])
-            for key, dims in LAYOUTS.items()
-        }
-        model["of one axis"] = part_of(WHOLE, (2,), rank // 2, [Shard(0)])
-        model["plain"] = WHOLE.clone()
-        state = {0: {"step": torch.tensor(1.0), "exp_avg": model["columns"]}}
+def test_files_of_several_kinds_are_put_together(tmp_path: Path) -> None:
+    """Named as RL trainers do."""
+    whole = torch.arange(7 * 5.0).view(7, 5)
+    for rank in range(2):
+        cut = part_of(whole, (2,), rank, [Shard(0)])
+        state = {0: {"step": torch.tensor(1.0), "exp_avg": cut}}
         optimizer = {"state": state, "param_groups": [{"lr": 0.5, "params": [0]}]}
+        model = {"cut": cut, "plain": whole.clone()}
         for name, values in (("model", model), ("optim", optimizer), ("extra", {"rank": rank})):
-            torch.save(values, folder / f"{name}_world_size_4_rank_{rank}.pt")
-        torch.save(model, folder / "layouts" / f"rank_{rank}.pth")
-    return folder
-
-
-def test_files_of_several_kinds_are_put_together(d_tensors: Path) -> None:
-    names = (*LAYOUTS, "of one axis", "plain")
-    shutil.rmtree(d_tensors / "layouts")
-    content = assert_model(d_tensors, dict.fromkeys(names, WHOLE))
-    assert (content.facts.world_size, content.extra) == (4, {"extra": {"rank": 0}})
+            torch.save(values, tmp_path / f"{name}_world_size_2_rank_{rank}.pt")
+    content = assert_model(tmp_path, {"cut": whole, "plain": whole})
+    assert (content.facts.world_size, content.extra) == (2, {"extra": {"rank": 0}})
     assert content.groups == [{"lr": 0.5, "params": [0]}]
-    assert torch.equal(content.states[0]["exp_avg"], WHOLE)
-    assert verify(d_tensors).is_intact, "copies are equal"
-    parts = {each.path: each.parts for each in content.facts.tensors if each.section == "model"}
-    for found in parts.values():
-        boxes = {(part.offsets, part.sizes) for part in found if not part.is_copy}
-        assert {(part.offsets, part.sizes) for part in found} == boxes
-        assert {part.rank for part in found} == {0, 1, 2, 3}
-    for name, num_pieces, num_copies in [("both dims", 4, 0), ("columns", 2, 2), ("plain", 1, 3)]:
-        copies = [part.is_copy for part in parts[f"model/{name}"]]
-        assert (copies.count(False), copies.count(True)) == (num_pieces, num_copies), name
+    assert torch.equal(content.states[0]["exp_avg"], whole)
+    assert verify(tmp_path).is_intact, "copies are equal"
+    parts = {each.path: each.parts for each in content.facts.tensors}
+    copies = {name: [part.is_copy for part in found] for name, found in parts.items()}
+    assert copies["model/cut"] == [False, False] and copies["model/plain"] == [False, True]
 
 
 # -- DTensors
@@ -115,128 +95,35 @@ def test_meshes_before_torch_2_10_are_known(
     assert_model(tmp_path, {"w": whole})
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"placements": [Partial()]}, "Partial"),
-        ({"placements": [Shard(5)]}, "Shard"),
-        ({"shape": (6, 2)}, "local tensor of shape"),
-        ({"coordinate": (2,)}, "share 2 of 2"),
-        ({"placements": [_StridedShard(0, split_factor=1 << 30)]}, "splits"),
-        ({"coordinate": None}, "not in its mesh"),
-    ],
-)
-def test_a_d_tensor_that_does_not_fit_is_refused(
-    change: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    for rank in range(2):
-        tensor = d_tensor(torch.ones(2, 2), (4, 2), (2,), rank, [Shard(0)])
-        if rank == 1:
-            spec = tensor._spec
-            if "placements" in change:
-                spec.placements = tuple(change["placements"])
-            if "shape" in change:
-                spec.tensor_meta = spec.tensor_meta._replace(shape=torch.Size(change["shape"]))
-            if "coordinate" in change:
-                spec.mesh._coordinate_on_dim = change["coordinate"]
-        torch.save({"w": tensor}, tmp_path / f"rank_{rank}.pt")
-    with pytest.raises(CheckpointError, match=message):
-        inspect(tmp_path)
-
-
 # -- names
 
-
-@pytest.mark.parametrize(
-    "names",
-    [
-        ["rank_{}.pth"],
-        ["model_world_size_12_rank_{}.pt", "optim_world_size_12_rank_{}.pt"],
-        ["pytorch_model_fsdp_rank{}.bin"],
-        ["shard{}.pt"],
-        ["checkpoint_last-shard{}.pt", "optim-shard{}.pt"],
-        ["ckpt-rank{}-of-12.pt"],
-    ],
+NAMES = (
+    *(["rank_{}.pth"], ["pytorch_model_fsdp_rank{}.bin"], ["shard{}.pt"], ["ckpt-rank{}-of-12.pt"]),
+    ["model_world_size_12_rank_{}.pt", "optim_world_size_12_rank_{}.pt"],
+    ["checkpoint_last-shard{}.pt", "optim-shard{}.pt"],
 )
-def test_ranks_are_recognised_in_names(tmp_path: Path, names: list[str]) -> None:
+OTHERS = ("model_{}_of_7.pt", "pytorch_model-0000{}-of-00002.bin", "frank{}.pt", ".rank{}.pt")
+
+
+def test_ranks_are_recognised_in_names_and_other_numbers_are_none(tmp_path: Path) -> None:
     optimizer = {"state": {"w": {"m": torch.ones(1)}}, "param_groups": [{"params": ["w"]}]}
-    for rank in range(12):
-        values = {"w": torch.full((1,), float(rank))}
-        parts: list[Any] = [values, optimizer]
-        for name, part in zip(names, parts, strict=False):
-            torch.save(part, tmp_path / name.format(rank))
-    found = inspect(tmp_path)
-    assert found.world_size == 12
-    paths = {"model/w", *(["optimizer/w/m"] if len(names) > 1 else [])}
-    assert {each.path for each in found.tensors} == paths
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "model_{}_of_7.pt",
-        "pytorch_model-0000{}-of-00002.bin",
-        "frank{}.pt",
-        ".rank{}.pt",
-        "e_{}.pt",
-    ],
-)
-def test_other_numbers_in_names_are_no_ranks(tmp_path: Path, name: str) -> None:
-    for number in range(3):
-        torch.save({"w": torch.ones(1)}, tmp_path / name.format(number))
-    with pytest.raises(CheckpointError, match="No checkpoint was recognised"):
-        inspect(tmp_path)
+    parts: list[Any] = [{"w": torch.ones(1)}, optimizer]
+    for number, names in enumerate([*NAMES, *([name] for name in OTHERS)]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        for rank in range(12):
+            for name, part in zip(names, parts, strict=False):
+                torch.save(part, folder / name.format(rank))
+        if number < len(NAMES):
+            found = inspect(folder)
+            paths = ["model/w", "optimizer/w/m"][: len(names)]
+            assert (found.world_size, [each.path for each in found.tensors]) == (12, paths), names
+        else:
+            with about(names), pytest.raises(CheckpointError, match="No checkpoint was recognised"):
+                inspect(folder)
 
 
 # -- files that do not belong together
-
-
-def _save_sizes(paths: list[Path]) -> None:
-    for number, path in enumerate(paths):
-        torch.save({"w": torch.ones(number)}, path)
-
-
-def _save_of_another_run(paths: list[Path]) -> None:
-    torch.save({"w": torch.ones(1)}, paths[0].parent / "x_world_size_1_rank_0.pt")
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda paths: paths[2].unlink(), "no file of rank 2"),
-        (lambda paths: paths[3].unlink(), "elements are missing"),
-        (lambda paths: shutil.copy(paths[0], paths[1]), "elements are missing"),
-        (_save_of_another_run, "one file per"),
-        (lambda paths: torch.save({"both dims": WHOLE}, paths[3]), "values of one kind"),
-        (_save_sizes, "w: shape"),
-        (lambda paths: torch.save({"a": print}, paths[2]), r"builtins?(__)?\.print"),
-    ],
-)
-def test_files_that_do_not_belong_together_are_refused(
-    d_tensors: Path, tmp_path: Path, change: Callable[[list[Path]], Any], message: str
-) -> None:
-    copy = Path(shutil.copytree(d_tensors / "layouts", tmp_path / "copy"))
-    change(sorted(copy.iterdir()))
-    with pytest.raises(CheckpointError, match=message):
-        inspect(copy)
-
-
-def test_the_names_of_files_say_how_many_there_are(d_tensors: Path, tmp_path: Path) -> None:
-    for rank in range(3):
-        shutil.copy(d_tensors / f"model_world_size_4_rank_{rank}.pt", tmp_path)
-    with pytest.raises(CheckpointError, match="no file of rank 3"):
-        inspect(tmp_path)
-
-
-def test_a_single_file_without_a_rank_in_its_name_must_hold_everything(
-    d_tensors: Path, tmp_path: Path
-) -> None:
-    path = tmp_path / "step_100.pt"
-    shutil.copy(d_tensors / "layouts" / "rank_0.pth", path)
-    with pytest.raises(CheckpointError, match="elements are missing"):
-        inspect(path)
-    torch.save({"a": d_tensor(WHOLE, WHOLE.shape, (1,), 0, [Shard(0)])}, path)
-    assert assert_model(path, {"a": WHOLE}).facts.world_size == 1
 
 
 def test_plain_values_that_differ_are_the_first_ranks_and_reported(tmp_path: Path) -> None:
@@ -256,3 +143,39 @@ def test_plain_values_that_differ_are_the_first_ranks_and_reported(tmp_path: Pat
     assert not content.states  # a local one: nothing says which elements a rank has
     lines = sorted(content.facts.left_out)
     assert [line.partition(":")[0] for line in lines] == ["model/running", "optimizer"]
+
+
+# -- flat parameters of FSDP1's LOCAL_STATE_DICT: shapes come from elsewhere
+
+FORMS = ("fsdp1-local", "fsdp1-local-original")  # with use_orig_params=False and True
+WRONG = "blocks.1.up.weight"  # of 55 elements
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_without_shapes_each_parameter_stays_flat_and_only_a_conversion_needs_them(
+    tmp_path: Path, form: str
+) -> None:
+    state, folder = reference()["model"], make(form, 2, tmp_path)["path"]
+    found = inspect(folder)
+    numels = {each.path.removeprefix("model/"): each.shape for each in found.tensors}
+    if form == "fsdp1-local":
+        numel = sum(v.numel() for name, v in state.items() if name.startswith("blocks.1."))
+        assert numels["blocks.1._flat_param"] == (numel,)
+    else:
+        assert numels[WRONG] == (state[WRONG].numel(),)
+    assert "--shapes" in " ".join(found.left_out)
+    assert verify(folder).is_intact and diff(folder, folder).is_same
+    with pytest.raises(CheckpointError, match="pass shapes"):
+        convert(folder, tmp_path / "target")
+    for numel in (60,) if form == "fsdp1-local" else (54, 56):
+        torch.save({**state, WRONG: torch.ones(numel).bfloat16()}, tmp_path / "wrong.pt")
+        with pytest.raises(CheckpointError, match=rf"blocks\.1\._flat_param(.|\n)*{WRONG}"):
+            inspect(folder, shapes=tmp_path / "wrong.pt")
+    # Sorted, and without the tie: nothing says where each parameter of a FlatParameter lies.
+    untied = {name: v.clone() for name, v in state.items() if name != "words.head.weight"}
+    save_file(untied, tmp_path / "full.safetensors")
+    if form == "fsdp1-local":
+        with pytest.raises(CheckpointError, match="order of the parameters"):
+            inspect(folder, shapes=tmp_path / "full.safetensors")
+    else:
+        assert_model(folder, state, shapes=tmp_path / "full.safetensors")

@@ -92,14 +92,6 @@ def test_a_model_is_found_under_its_plain_names(tree: dict[str, Any], parsed: Pa
     assert content.groups is None and content.states == {}
 
 
-@pytest.mark.parametrize("keys", [("model", "model_1"), ("actor", "critic")])
-def test_several_models_keep_their_keys(keys: tuple[str, str], parsed: Parsed) -> None:
-    content = parsed({keys[0]: {"w": tensor(2)}, keys[1]: {"w": tensor(3)}, "step": 4})
-    shapes = {name: tuple(values.shape) for name, values in content.model.items()}
-    assert shapes == {f"{keys[0]}.w": (2,), f"{keys[1]}.w": (3,)}
-    assert content.facts.step == 4
-
-
 def test_wrappers_leave_names_and_names_of_the_model_stay(parsed: Parsed) -> None:
     wrapped = "_fsdp_wrapped_module.layers.0._checkpoint_wrapped_module._orig_mod.weight"
     # Names of the model that only end as a wrapper's name does.
@@ -119,7 +111,7 @@ def test_wrappers_leave_names_and_names_of_the_model_stay(parsed: Parsed) -> Non
     assert set(parsed(tree).states) == {"module.w"}
 
 
-def test_other_values_keep_their_place(parsed: Parsed) -> None:
+def test_other_values_keep_their_place(parsed: Parsed, tmp_path: Path) -> None:
     content = parsed(
         {
             "model": {**MODEL, "a._extra_state": b"x"},
@@ -132,11 +124,12 @@ def test_other_values_keep_their_place(parsed: Parsed) -> None:
     assert content.extra["extra_model"] == {"a._extra_state": b"x"}
     paths = {each.path for each in content.facts.tensors if each.section == "extra"}
     assert paths == {"extra/rng/0", "extra/rng/1/cuda"}
-
-
-def test_a_tensor_alone_is_a_value(tmp_path: Path) -> None:
     torch.save(tensor(3), tmp_path / "x.pt")
-    assert [each.path for each in inspect(tmp_path / "x.pt").tensors] == ["extra/value"]
+    (alone,) = inspect(tmp_path / "x.pt").tensors
+    assert alone.path == "extra/value"
+    content = parsed({"actor": {"w": tensor(2)}, "critic": {"w": tensor(3)}, "step": 4})
+    shapes = {name: tuple(values.shape) for name, values in content.model.items()}
+    assert shapes == {"actor.w": (2,), "critic.w": (3,)} and content.facts.step == 4
 
 
 # -- the optimizer
@@ -167,43 +160,28 @@ def test_the_optimizer_is_by_name(tree: dict[str, Any], parsed: Parsed) -> None:
     assert content.extra == {}
 
 
-def test_an_optimizer_alone_is_one(tmp_path: Path) -> None:
-    torch.save(BY_NAME, tmp_path / "x.pt")
-    found = inspect(tmp_path / "x.pt")
-    paths = {f"optimizer/{name}/{key}" for name in BY_NAME["state"] for key in adam(1)}
-    assert {each.path for each in found.tensors} == paths
-    assert found.values["optimizer/param_groups/0/params"] == "2"
-
-
 def optimized(parsed: Parsed, *groups: dict[str, Any]) -> Content:
     """Parameters a and b, of 2 and 3 elements, and an optimizer that numbers them the other way."""
     optimizer = {"state": {0: adam(3), 1: adam(2)}, "param_groups": list(groups)}
     return parsed({"model": {"a": tensor(2), "b": tensor(3)}, "optimizer": optimizer})
 
 
-def test_numbers_become_names_if_the_groups_say_which(parsed: Parsed) -> None:
-    content = optimized(
-        parsed, {"params": [0], "param_names": ["b"]}, {"params": [1], "param_names": ["a"]}
-    )
+NAMED = {"params": [0], "param_names": ["b"]}
+UNNAMED = [
+    [{"params": [0, 1]}],  # although shapes and order would fit one choice alone
+    [{"params": [0, 1], "param_names": ["b", "b"]}],
+    [NAMED],  # state 1 is in no group
+    [NAMED, {"params": [1]}],
+]
+
+
+def test_numbers_become_names_if_the_groups_name_each(parsed: Parsed) -> None:
+    for groups in UNNAMED:
+        assert set(optimized(parsed, *groups).states) == {0, 1}
+    content = optimized(parsed, NAMED, {"params": [1], "param_names": ["a"]})
     sizes = {name: len(states["exp_avg"]) for name, states in content.states.items()}
     assert sizes == {"b": 3, "a": 2}
     assert [group["params"] for group in content.groups or ()] == [["b"], ["a"]]
-
-
-@pytest.mark.parametrize(
-    "groups",
-    [
-        [{"params": [0, 1]}],  # although shapes and order would fit one choice alone
-        [{"params": [0, 1], "param_names": ["b"]}],
-        [{"params": [0, 1], "param_names": ["b", "b"]}],
-        [{"params": [0], "param_names": ["b"]}],  # state 1 is in no group
-        [{"params": [0], "param_names": ["b"]}, {"params": [1]}],
-    ],
-)
-def test_numbers_stay_where_the_groups_do_not_name_each(
-    groups: list[dict[str, Any]], parsed: Parsed
-) -> None:
-    assert set(optimized(parsed, *groups).states) == {0, 1}
 
 
 def test_flattened_settings_make_groups(parsed: Parsed) -> None:
