@@ -242,14 +242,7 @@ if api.name == "ours":  # torch's is spoiled by it
 
 @pytest.mark.parametrize(
     ("number", "shape", "environment"),
-    [
-        (1, (1,), {}),
-        (2, (2,), {}),
-        (3, (4,), {}),
-        (4, (2,), MAPPED),
-        (5, (3,), MAPPED),
-        (6, (2, 2), MAPPED),
-    ],
+    [(1, (2,), {}), (2, (4,), {}), (3, (3,), MAPPED), (4, (2, 2), MAPPED)],
     ids=str,
 )
 def test_random_programs_train_as_unsharded(
@@ -291,15 +284,10 @@ def _step_unseen(model: nn.Module, optim: torch.optim.Optimizer) -> None:
     api.fully_shard(nn.Linear(2, 2))
 
 
+@torch.no_grad()
 def _written_back(model: nn.Module, optim: torch.optim.Optimizer) -> None:
-    """A step of copies in another dtype."""
-    params = optim.param_groups[0]["params"]
-    copies = [nn.Parameter(p.detach().double()) for p in params]
-    for copied, p in zip(copies, params, strict=True):
-        copied.grad = p.grad.double()
-    torch.optim.SGD(copies, lr=0.1, foreach=True).step()
-    for copied, p in zip(copies, params, strict=True):
-        p.data.copy_(copied.detach())
+    for p in optim.param_groups[0]["params"]:
+        p.data.copy_(p.double() - 0.1 * p.grad.double())
 
 
 def _local_step(model: nn.Module, optim: torch.optim.Optimizer) -> None:
@@ -309,8 +297,6 @@ def _local_step(model: nn.Module, optim: torch.optim.Optimizer) -> None:
     for part, p in zip(parts, params, strict=True):
         part.grad = local(p.grad)
     torch.optim.SGD(parts, lr=0.1, fused=True).step()
-    for part in parts:
-        part.grad = None
 
 
 UPDATES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
@@ -372,8 +358,7 @@ def test_parameters_may_be_frozen_and_trained_in_turn() -> None:
         with contextlib.nullcontext() if sync else no_sync(pair.model):
             pair.backwards()
         if sync:
-            pair.compare_gradients()
-            pair.update()
+            pair.compare_and_update()
 
 
 # -- what torch's FSDP2 cannot do

@@ -4,7 +4,7 @@ the functions of FullyShardedDataParallel."""
 from __future__ import annotations
 
 import copy
-import functools
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +48,13 @@ from tests.support.fully_sharded import (
     trained,
     whole_states,
 )
-from tests.support.models import DIM, Block
+from tests.support.models import DIM, Stack
 from tests.support.parity import (
+    Pair,
     assert_same_values,
+    plain_name,
     reshard,
+    seeded,
     sgd,
     square,
     vectors,
@@ -65,7 +68,7 @@ WHOLE = StateDictOptions(full_state_dict=True)
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 
 only_ours = pytest.mark.skipif(api is TORCH, reason="knows nothing of torch's FSDP2")
-_trained = functools.partial(trained, codes=True)
+_trained = partial(trained, codes=True)
 
 
 def _require(
@@ -245,12 +248,8 @@ def test_the_state_dict_type_is_kept_and_followed() -> None:
 # -- summon_full_params
 
 
-def _unwrapped(values: dict[str, Any]) -> dict[str, Any]:
-    return {name.replace("_fsdp_wrapped_module.", ""): value for name, value in values.items()}
-
-
-def _shown(model: nn.Module) -> dict[str, Tensor]:
-    return _unwrapped(dict(model.named_parameters()))
+def _shown(values: dict[str, Any]) -> dict[str, Any]:
+    return {plain_name(name): value for name, value in values.items()}
 
 
 @only_ours
@@ -263,8 +262,7 @@ def test_whole_parameters_are_shown_and_changes_are_kept(kind: str, ranks: int) 
         square(each, batch_of(5)).backward()
     with FSDP.summon_full_params(model, with_grads=True):
         assert not any(isinstance(p, DTensor) for p in model.parameters())
-        assert_same_values(_shown(model), _shown(plain), "value")
-        assert_same_values(_unwrapped(whole_gradients(model)), whole_gradients(plain), "gradient")
+        assert_same_values(_shown(whole_gradients(model)), whole_gradients(plain), "gradient")
         assert_same_values({"": model(batch_of(6))}, {"": plain(batch_of(6))}, "output")
         assert_same_values(dict(model.state_dict()), dict(plain.state_dict()), "state")
         with torch.no_grad():
@@ -276,14 +274,15 @@ def test_whole_parameters_are_shown_and_changes_are_kept(kind: str, ranks: int) 
     assert_same_values({"": model(batch_of(6))}, {"": plain(batch_of(6))}, "output")
     reshard(model)
     if kind != "mixed":
-        assert_same_values(_unwrapped(whole_gradients(model)), whole_gradients(plain), "gradient")
+        assert_same_values(_shown(whole_gradients(model)), whole_gradients(plain), "gradient")
     with FSDP.summon_full_params(model, writeback=False), torch.no_grad():
         for parameter in model.blocks.parameters():
             parameter.zero_()
     with FSDP.summon_full_params(model, writeback=False, rank0_only=True):
         assert is_sharded(model.head) is (dist.get_rank() != 0)
     with FSDP.summon_full_params(model):
-        assert_same_values(_shown(model), _shown(plain), "value")
+        shown = _shown(dict(model.named_parameters()))
+        assert_same_values(shown, dict(plain.named_parameters()), "value")
 
 
 # -- what cannot work
@@ -307,50 +306,42 @@ def test_calls_that_cannot_work_are_refused_on_every_rank() -> None:
     mixed, its = trained("mixed", seed=1)
     with pytest.raises(AssertionError, match="different state dict types"):
         FSDP.optim_state_dict(mixed, its)
-    take_steps(model, optim, 1)
     take_steps(mixed, its, 1)
 
 
 # -- before the first step
 
 
-class Resettable(nn.Linear):
-    def reset_parameters(self) -> None:
-        nn.init.constant_(self.weight, 0.5)
-        nn.init.constant_(self.bias, 0.25)
-
-
-@pytest.mark.parametrize("reset", [False, True], ids=["loaded", "reset"])
 @on_ranks(3)
-def test_a_model_may_begin_on_the_meta_device(reset: bool) -> None:
-    def build() -> nn.Module:
-        return nn.Sequential(Resettable(DIM, 7), nn.Tanh(), Resettable(7, DIM))
-
-    def shard(_: nn.Module) -> Any:
+def test_a_model_may_begin_on_the_meta_device() -> None:
+    """It is refused until it has values."""
+    x = torch.ones(1, DIM)
+    for resets in (False, True):
         with torch.device("meta"):
-            model = build()
-        shard_all(model, (Resettable,))
+            model = shard_all(Stack())
         assert all(p.is_meta and isinstance(p, DTensor) for p in model.parameters())
+        if api is not TORCH:  # which cannot go on
+            for call in (partial(model, x), model.blocks[0].unshard):
+                with pytest.raises(StateError, match="meta"):
+                    call()
         model.to_empty(device="cpu")
-        if reset:
-            for module in model:
-                getattr(module, "reset_parameters", lambda: None)()
+        state = seeded(Stack).state_dict()
+        if resets:
+            for module in model.modules():
+                if hasattr(module, "reset_parameters"):
+                    module.reset_parameters()
+            state = get_model_state_dict(model, options=WHOLE)
         else:
-            set_model_state_dict(model, build().state_dict(), options=WHOLE)
-        return model
-
-    pair = pair_of(build, shard)
-    pair.compare_parameters()
-    pair.step()
+            set_model_state_dict(model, dict(state), options=WHOLE)
+        pair = Pair(Stack(), model)
+        pair.plain.load_state_dict(state)
+        pair.step()
 
 
 @on_ranks(2)
 def test_the_dtype_may_change_before_the_first_step_and_later() -> None:
-    def build() -> nn.Module:
-        return nn.Sequential(Block(), Block())
-
     for before_first in (True, False) if api is not TORCH else (True,):
-        pair = pair_of(build, tolerance=1e-9, batch=lambda generator: vectors(generator).double())
+        pair = pair_of(Stack, tolerance=1e-9, batch=lambda generator: vectors(generator).double())
         if not before_first:
             square(pair.model, torch.ones(1, DIM)).backward()
             pair.model.zero_grad()

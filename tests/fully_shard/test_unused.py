@@ -60,24 +60,20 @@ def trains_as_unsharded(branches_are_units: bool, allow: bool, zeros: bool) -> N
         pair.compare_and_update()
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize(("reads_at_end", "zeros"), [(False, False), (True, False), (False, True)])
-@on_ranks("ranks")
-def test_ranks_use_different_parameters_of_a_unit(
-    reads_at_end: bool, zeros: bool, ranks: int
-) -> None:
-    """reads_at_end: as on a device."""
-    with usage_read_late(reads_at_end):
-        trains_as_unsharded(branches_are_units=False, allow=False, zeros=zeros)
+@on_ranks(3)
+def test_ranks_use_different_parameters_of_a_unit() -> None:
+    for reads_at_end, zeros in ((False, False), (True, False), (False, True)):
+        with usage_read_late(reads_at_end):  # as on a device
+            trains_as_unsharded(branches_are_units=False, allow=False, zeros=zeros)
 
 
-@pytest.mark.parametrize("transport", ["gloo", "native"])
-@pytest.mark.parametrize(("ranks", "allow"), [(2, True), (3, True), (3, False)])
-@on_ranks("ranks")
-def test_ranks_use_different_units(ranks: int, allow: bool, transport: str) -> None:
+@pytest.mark.parametrize("is_native", [False, True])
+@on_ranks(3)
+def test_ranks_use_different_units(is_native: bool) -> None:
     """If that is allowed; else ranks reduce zeros for units that only others reach in backward."""
-    with own_collectives(transport == "native"):
-        trains_as_unsharded(branches_are_units=True, allow=allow, zeros=not allow)
+    with own_collectives(is_native):
+        for allow in (True, False):
+            trains_as_unsharded(branches_are_units=True, allow=allow, zeros=not allow)
 
 
 class Tables(nn.Module):
@@ -132,7 +128,7 @@ KINDS = ["small", "large", "bf16", "allowed", "accumulated", "gradients of zero"
 
 @pytest.mark.parametrize(
     ("ranks", "environment", "is_native"),
-    [*((n, how, False) for n in (2, 4) for how in (MAPPED, MESSAGES)), (2, MESSAGES, True)],
+    [(2, MAPPED, False), (4, MESSAGES, False), (2, MESSAGES, True)],
 )
 @on_ranks("ranks")
 def test_all_ranks_have_gradients_of_the_parameters_that_some_rank_has_used(
