@@ -284,10 +284,15 @@ def _step_unseen(model: nn.Module, optim: torch.optim.Optimizer) -> None:
     api.fully_shard(nn.Linear(2, 2))
 
 
-@torch.no_grad()
 def _written_back(model: nn.Module, optim: torch.optim.Optimizer) -> None:
-    for p in optim.param_groups[0]["params"]:
-        p.data.copy_(p.double() - 0.1 * p.grad.double())
+    """A step of copies in another dtype."""
+    params = optim.param_groups[0]["params"]
+    copies = [nn.Parameter(p.detach().double()) for p in params]
+    for copied, p in zip(copies, params, strict=True):
+        copied.grad = p.grad.double()
+    torch.optim.SGD(copies, lr=0.1, foreach=True).step()
+    for copied, p in zip(copies, params, strict=True):
+        p.data.copy_(copied.detach())
 
 
 def _local_step(model: nn.Module, optim: torch.optim.Optimizer) -> None:

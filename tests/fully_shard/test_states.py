@@ -206,19 +206,6 @@ def test_states_equal_those_of_an_unsharded_model_and_load(kind: str, ranks: int
 
 
 @only_ours
-@on_ranks(3)
-def test_an_optimizer_without_state_gives_what_its_first_step_makes() -> None:
-    model, optim = trained("ours", seed=1, steps=())
-    with FSDP.state_dict_type(model, SHARDED):
-        states = FSDP.optim_state_dict(model, optim)["state"]
-    for name, parameter in model.named_parameters():
-        state = states[name]["exp_avg"]
-        assert isinstance(state, DTensor) and not whole(state).any()
-        assert (state.shape, state.placements) == (parameter.shape, parameter.placements)
-    assert not optim.state
-
-
-@only_ours
 @on_ranks(2)
 def test_the_state_dict_type_is_kept_and_followed() -> None:
     model, optim = trained("ours", seed=1)

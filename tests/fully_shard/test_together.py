@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch._dynamo
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -24,7 +24,7 @@ from tests.support.fully_sharded import (
     shard_all,
     sharded_modules,
 )
-from tests.support.models import DIM, Block, RecomputesBlocks, Stack, chain
+from tests.support.models import DIM, Block, Stack, chain
 from tests.support.parity import assert_close, backward, one_backward, whole
 from tests.support.ranks import on_ranks
 
@@ -53,8 +53,11 @@ def test_both_front_ends_train_in_one_model_and_one_process() -> None:
         assert_close(model[0].clip_grad_norm_(0.5), expected[0], "norm of the flat half")
         rows = [*model[1].parameters(), *model[2].parameters()]
         assert_close(whole(clip(rows, 0.5)), expected[1], "norm of the rest")
-        pair.compare_and_update()
+        for optim in (pair.plain_optim, pair.optim):
+            optim.step()
+            optim.zero_grad()
         other.step()
+        pair.compare_outputs()
 
 
 @on_ranks(2)
@@ -113,12 +116,6 @@ def test_functional_call_works_with_own_parameters() -> None:
 # -- meshes
 
 
-def _data_mesh(shape: tuple[int, ...], *more: str) -> DeviceMesh:
-    """more: the names of dimensions after those of data parallelism."""
-    names = ("replicate", "shard", *more)[-len(shape) :]
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
-
-
 class _Experts(nn.Module):
     """A router over experts, whose weights are one tensor each. mesh: if given, each of its ranks
     computes its experts for the whole batch, and the outputs are summed."""
@@ -147,63 +144,37 @@ class _Experts(nn.Module):
         return (gates[..., None] * torch.einsum("beh,ehd->bed", hidden, down)).sum(1)
 
 
-def _parallelize(block: nn.Module, mesh: DeviceMesh) -> None:
-    parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-
-
-@pytest.mark.parametrize(("shape", "low"), [((2, 1, 2), False), ((2, 2), True)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 2), (2, 1, 2)], ids=str)
 @on_ranks(4)
-def test_tensor_parallel_modules_train(shape: tuple[int, ...], low: bool) -> None:
-    """shape: (data, tensor) or (replicate, shard, tensor). low: in mixed precision."""
-    mesh = _data_mesh(shape, "tp")
-    data, options = mesh[mesh.mesh_dim_names[:-1]], {}  # type: ignore[index]
-    if low:
-        options["mp_policy"] = api.MixedPrecisionPolicy(BF16, torch.float32)
-
-    def shard(model: Any) -> Any:
-        for block in model.blocks:
-            _parallelize(block, mesh["tp"])
-        return shard_all(model, mesh=data, **options)
-
-    build = partial(Stack, 2) if low else partial(RecomputesBlocks, Block, False, num_blocks=2)
-    data_ranks, tolerance = math.prod(shape[:-1]), 0.1 if low else None
-    pair = pair_of(build, shard, data_ranks=data_ranks, tolerance=tolerance)
-    weight = pair.model.blocks[0].up.weight
-    assert weight.device_mesh.ndim == len(shape) and weight.shape == (2 * DIM, DIM)
-    assert weight.to_local().numel() == weight.numel() // math.prod(shape[-2:])
-    for _ in range(2):
-        pair.step()
-
-
-@on_ranks(4)
-def test_expert_and_tensor_parallel_modules_train_in_one_model() -> None:
-    """Experts over one mesh, tensor-parallel layers over another, the rest over data ranks."""
-    data = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tp"))
+def test_expert_and_tensor_parallel_modules_train_in_one_model(shape: tuple[int, ...]) -> None:
+    """Experts over one mesh, tensor-parallel layers over another, the rest over data ranks. shape:
+    (data, tensor) or (replicate, shard, tensor)."""
+    names = ("replicate", "shard", "tp")[-len(shape) :]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     expert = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
-    experts = api.FSDPMeshInfo(expert["efsdp"], shard_mesh_dim=0)
-    rest = api.FSDPMeshInfo(data["data"], shard_mesh_dim=0)
+    data, experts = mesh[names[:-1]], api.FSDPMeshInfo(expert["efsdp"], shard_mesh_dim=0)
 
     def place(p: nn.Parameter) -> Any:  # two experts per rank are cut along the next dim
-        return api.ShardPlacementResult(*((Shard(1), experts) if p.ndim == 3 else (None, rest)))
+        return api.ShardPlacementResult(Shard(1), experts) if p.ndim == 3 else None
 
     def shard(model: Any) -> Any:
         for block in (model[1], model[3]):
-            _parallelize(block, data["tp"])
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(block, mesh["tp"], plan)
         model[2].mesh = expert["ep"]
         for name in ("up", "down"):
             value = model[2].get_parameter(name).detach()
             cut = distribute_tensor(value, expert["ep"], [Shard(0)])
             setattr(model[2], name, nn.Parameter(cut))
-        for module in (model[1], model[2], model[3], model):
-            api.fully_shard(module, mesh=data["data"], shard_placement_fn=place)
-        return model
+        return shard_all(model, (Block, _Experts), mesh=data, shard_placement_fn=place)
 
     build = partial(chain, partial(nn.Linear, DIM, DIM), Block, _Experts, Block)
     pair = pair_of(build, shard, data_ranks=2)
-    up = pair.model[2].up
-    assert up.shape == (4, DIM, 6) and up.to_local().shape == (2, DIM // 2, 6)
-    assert pair.model[1].up.weight.device_mesh.mesh_dim_names == ("data", "tp")
-    assert pair.model[2].router.weight.device_mesh.ndim == 1
+    experts_up, up = pair.model[2].up, pair.model[1].up.weight
+    assert experts_up.shape == (4, DIM, 6) and experts_up.to_local().shape == (2, DIM // 2, 6)
+    assert up.device_mesh.ndim == len(shape) and up.shape == (2 * DIM, DIM)
+    assert up.to_local().numel() == up.numel() // math.prod(shape[-2:])
+    assert pair.model[2].router.weight.device_mesh.ndim == len(shape) - 1
     for _ in range(2):
         pair.step()
 

@@ -3,21 +3,22 @@ raise: an error on every rank, after which the model trains. And what looks odd,
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn, ones
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_compat import FullOptimStateDictConfig, FullStateDictConfig, ShardingStrategy
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat import ShardingStrategy
 from fsdp_compat.errors import StateError, UsageError
 from fsdp_compat.sharded_grad_scaler import ShardedGradScaler
 from fsdp_compat.wrap import CustomPolicy, enable_wrap, wrap
@@ -28,7 +29,6 @@ from tests.support.refusals import (
     FULL,
     SHARDED,
     Call,
-    Outcome,
     adam,
     assert_four_facts,
     batch,
@@ -82,18 +82,14 @@ def added_to(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value + 1 for name, value in state.items()}
 
 
-@contextlib.contextmanager
-def calling(
-    model: FSDP, place: str, call: Call, given: dict[str, Any], *, catches: bool
-) -> Iterator[list[Outcome]]:
-    """Call inside the forward or the backward of a module."""
-    found: list[Outcome] = []
+def step_calling(
+    model: FSDP, optimizer: torch.optim.Optimizer, place: str, call: Callable[[], Any]
+) -> list[Any]:
+    """Take a step, and call inside the forward or the backward of a module."""
+    found = []
 
     def act(grad: Tensor | None = None) -> None:
-        if catches:
-            found.append(caught(call, given))
-        else:
-            call(**given)
+        found.append(call())
 
     def inside(module: nn.Module, args: object, output: Tensor) -> None:
         if place.startswith("forward"):
@@ -102,8 +98,11 @@ def calling(
             output.register_hook(act)
 
     handle = PLACES[place][0](model).register_forward_hook(inside)
-    yield found
-    handle.remove()
+    try:
+        step(model, optimizer)
+    finally:
+        handle.remove()
+    return found
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -115,17 +114,15 @@ def test_call_during_forward_or_backward_raises_and_the_pass_completes(place: st
         optimizer = sgd(model)
         given = {"m": model, "o": optimizer}
         with about(name):
-            with calling(model, place, call, given, catches=True) as found:
-                step(model, optimizer)
-            assert {"StateError", "RuntimeError", kind.__name__} <= set(found[0].kinds), found
-            assert_four_facts(found[0].message)
-            for word in (name.split()[0], place.split()[0]):
-                assert word in found[0].message
-            dist.all_gather_object(messages, found[0].message)
+            outcome = step_calling(model, optimizer, place, partial(caught, call, given))[0]
+            assert {"StateError", "RuntimeError", kind.__name__} <= set(outcome.kinds), outcome
+            assert_four_facts(outcome.message)
+            assert name.split()[0] in outcome.message and place.split()[0] in outcome.message
+            dist.all_gather_object(messages, outcome.message)
             assert messages[0] == messages[1]
             assert not difference(model, 1)
-            with calling(model, place, call, given, catches=False), pytest.raises(StateError):
-                step(model, optimizer)
+            with pytest.raises(StateError):
+                step_calling(model, optimizer, place, partial(call, **given))
             step(model, optimizer)
             assert not difference(model, 2)
 
@@ -223,11 +220,8 @@ def raises(*args: Any, **kwargs: Any) -> Any:
 
 
 def wrap_with_one_that_raises(m: nn.Module) -> None:
-    try:
-        with enable_wrap(wrapper_cls=raises):
-            wrap(m)
-    finally:
-        assert wrap(m) is m, "outside of a block nothing is wrapped"
+    with enable_wrap(wrapper_cls=raises):
+        wrap(m)
 
 
 RAISING: dict[str, Call] = {  # of a module, and of the same wrapped model in all
@@ -249,6 +243,8 @@ def test_exceptions_of_user_functions_propagate_unchanged() -> None:
         with about(name), pytest.raises(Odd):
             call(net(), model)
         dist.barrier()
+    module = net()
+    assert wrap(module) is module, "outside of a block nothing is wrapped"
     step(model)
     assert not difference(model, 1)
     model.register_comm_hook(None, raises)
@@ -268,6 +264,22 @@ def test_a_model_wrapped_without_gradients_trains(use_orig_params: bool) -> None
             model = shard(module, use_orig_params=use_orig_params)
         step(model)
         assert not difference(model, 1)
+
+
+@pytest.mark.parametrize(("yes", "no"), [(1, None), (torch.tensor(True), numpy.False_)])
+@on_ranks(2)
+def test_flags_are_taken_by_their_truth_value(yes: Any, no: Any) -> None:
+    model = shard(use_orig_params=yes, sync_module_states=yes, allow_unused_units=no)
+    assert not any("_flat_param" in name for name, _ in model.named_parameters())
+    with FSDP.summon_full_params(model, recurse=yes, writeback=no, offload_to_cpu=no):
+        for p in model.parameters():
+            p.data.zero_()
+    step(model)
+    assert not difference(model, 1)
+    configs = FullStateDictConfig(no, yes), FullOptimStateDictConfig(no, rank0_only=yes)
+    with FSDP.state_dict_type(model, FULL, *configs):
+        assert bool(model.state_dict()) is (dist.get_rank() == 0)
+    assert not ShardedGradScaler("cpu", enabled=no).is_enabled()
 
 
 @both_forms
