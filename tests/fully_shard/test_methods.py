@@ -315,6 +315,11 @@ def test_gradients_are_divided_by_the_factor() -> None:
     root, rest = _expected_gradients(5.0), _expected_gradients(3.0)
     expected = {name: (rest if "blocks" in name else root)[name] for name in rest}
     assert_same_values(whole_gradients(model), expected, "gradient")
+    model.zero_grad()
+    model.set_requires_gradient_sync(False)
+    model.set_requires_gradient_sync(True, recurse=False)
+    one_backward(model, _batch())
+    assert all((p.grad is None) is ("blocks" in name) for name, p in model.named_parameters())
 
 
 @on_ranks(2)

@@ -81,9 +81,8 @@ class Run:
         """group: parts that are sharded as one list. units: the others, and the root, with
         ``reshard_after_forward``."""
         names = ("replicate", "shard")[-len(shape) :]
-        self.options: dict[str, Any] = {
-            "mesh": init_device_mesh("cpu", shape, mesh_dim_names=names)
-        }
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        self.options: dict[str, Any] = {"mesh": mesh}
         if offload:
             self.options["offload_policy"] = api.CPUOffloadPolicy(pin_memory=False)
         shard = functools.partial(self._shard, group, units)
@@ -176,12 +175,11 @@ class Run:
         self.pair.update()
 
     def unshard(self, number: int, async_op: bool, waits: bool, reshards: bool) -> None:
-        module = self._unit(number)
-        handle = module.unshard(async_op=async_op)
+        handle = self._unit(number).unshard(async_op=async_op)
         if handle is not None and waits:
             handle.wait()
         if reshards:
-            module.reshard()
+            self._unit(number).reshard()
 
     def reload(self) -> None:
         state = {name: value.clone() * 0.95 for name, value in self.model.state_dict().items()}
@@ -205,6 +203,7 @@ _COMPUTING = [name for name, m in _MODULES.items() if isinstance(m, nn.Linear | 
 _PARAMETERS = [name for name, _ in Program().named_parameters()]
 _SEEDS, _NUMBERS, _FLAGS = st.integers(0, 10**6), st.integers(0, 30), st.booleans()
 _RESHARDING = st.sampled_from([None, True, False, 2])
+_PASSES = st.sampled_from(["forward", "backward"])
 _WRAPPINGS = st.tuples(
     st.sampled_from([sgd, _adamw_fused]),
     _FLAGS,
@@ -225,13 +224,8 @@ _EVENTS = [
     _event("fail_in_forward", _SEEDS, st.sampled_from(_COMPUTING), _FLAGS),
     _event("fail_in_backward", _SEEDS, st.sampled_from(_COMPUTING)),
     _event("accumulate", _SEEDS),
-    _event(
-        "prefetch",
-        _NUMBERS,
-        st.lists(_NUMBERS, max_size=2),
-        st.sampled_from(["forward", "backward"]),
-    ),
-    _event("set_resharding", _NUMBERS, st.sampled_from(["forward", "backward"]), _FLAGS),
+    _event("prefetch", _NUMBERS, st.lists(_NUMBERS, max_size=2), _PASSES),
+    _event("set_resharding", _NUMBERS, _PASSES, _FLAGS),
     _event("change_before_backward", _SEEDS),
     _event("unshard", _NUMBERS, _FLAGS, _FLAGS, _FLAGS),
     _event("reload"),
