@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import fsdp_compat
 from tests.support.fully_sharded import OURS, TORCH, Library, api, pair_of, shard_all
@@ -21,11 +22,9 @@ from tests.support.models import (
     ForwardProducts,
     RecomputesBlocks,
     saves_everything,
-    saves_products,
 )
-from tests.support.pairwise import pairwise
 from tests.support.parity import assert_same_values, square, whole_gradients
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.same_host import MAPPED, MESSAGES, mapped_or_sent
 from tests.support.transports import own_collectives
 
@@ -56,7 +55,10 @@ def test_replicate_leaves_sharded_parts_alone(environment: dict[str, str]) -> No
     with pytest.raises(RuntimeError, match="already managed by `fully_shard`"):
         replicate(pair.model[2])
     # The registry that replicate reads has torch's fully_shard, too: no other one is meant.
-    api.fully_shard(nn.Sequential(api.fully_shard(make()[2])))
+    around = api.fully_shard(nn.Sequential(api.fully_shard(make()[2])))
+    for model, advice in ((around, "use the module as it is"), (nn.Sequential(around), "as well")):
+        with pytest.raises(ValueError, match=advice):
+            fsdp_compat.FullyShardedDataParallel(model)
 
 
 # -- CommDebugMode
@@ -83,14 +85,7 @@ def counts_of(library: Library, shape: tuple[int, ...]) -> list[dict[str, int]]:
     return counts
 
 
-@pytest.mark.parametrize(
-    ("environment", "is_native"), [(MAPPED, False), (MESSAGES, False), (MESSAGES, True)]
-)
-@pytest.mark.parametrize(("ranks", "shape"), [(2, (2,)), (4, (2, 2))])
-@on_ranks("ranks")
-def test_comm_debug_mode_counts_what_torchs_fsdp2_counts(
-    ranks: int, shape: tuple[int, ...], environment: dict[str, str], is_native: bool
-) -> None:
+def compare_counts(shape: tuple[int, ...], is_native: bool) -> None:
     with own_collectives(is_native):
         ours, torchs = counts_of(OURS, shape), counts_of(TORCH, shape)
     # The unit that backward uses first is kept, once a backward has shown which it is.
@@ -98,6 +93,16 @@ def test_comm_debug_mode_counts_what_torchs_fsdp2_counts(
     assert ours == torchs
     assert ours[0] == {"c10d._allgather_base_": 3}  # the root has no parameters
     assert ours[1]["c10d._reduce_scatter_base_"] == 3
+
+
+@pytest.mark.parametrize(
+    ("shape", "environment", "is_native"),
+    [((2,), MAPPED, False), ((2, 2), MESSAGES, False), ((2,), MESSAGES, True)],
+)
+def test_comm_debug_mode_counts_what_torchs_fsdp2_counts(
+    shape: tuple[int, ...], environment: dict[str, str], is_native: bool
+) -> None:
+    run_ranks(math.prod(shape), compare_counts, shape, is_native, environment=environment)
 
 
 # -- selective activation checkpointing
@@ -110,55 +115,24 @@ class AddsZeros(Block):
         return super().forward(x + torch.zeros(x.shape[-1]))
 
 
-def saves_zeros(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    saved = op is torch.ops.aten.zeros.default
-    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def counts_products(expected: int, model: nn.Module, x: Tensor) -> Tensor:
-    """A step. expected: products that backward computes again."""
+def counts_products(model: nn.Module, x: Tensor) -> Tensor:
+    """A step in which backward computes no product of the forward again."""
     loss = square(model, x)
     with ForwardProducts() as products:
         loss.backward()
-    assert products.number == expected
+    assert products.number == 0
     return loss.detach()
 
 
-@pairwise
 @mapped_or_sent
-@pytest.mark.parametrize(("ranks", "reshard_after_forward"), [(2, True), (2, False), (4, 2)])
-@pytest.mark.parametrize(
-    ("policy", "expected"), [(saves_products, 0), (saves_everything, 0), (saves_zeros, 6)]
-)
+@pytest.mark.parametrize(("ranks", "reshard_after_forward"), [(2, True), (4, 2)])
 @on_ranks("ranks")
 def test_a_checkpoint_saves_what_its_policy_says(
-    policy: Any,
-    expected: int,
-    ranks: int,
-    reshard_after_forward: bool | int,
-    environment: dict[str, str],
+    ranks: int, reshard_after_forward: Any, environment: Any
 ) -> None:
-    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    contexts = functools.partial(create_selective_checkpoint_contexts, saves_everything)
     build = functools.partial(RecomputesBlocks, AddsZeros, False, 2, context_fn=contexts)
     shard = functools.partial(shard_all, reshard_after_forward=reshard_after_forward)
     pair = pair_of(build, shard)
     for _ in range(3):
-        pair.step(functools.partial(counts_products, expected))
-
-
-# -- FullyShardedDataParallel
-
-
-@pytest.mark.parametrize(
-    ("part", "message"),
-    [
-        (None, "use the module as it is: fully_shard has sharded it"),
-        (2, "apply fully_shard to this module as well"),
-    ],
-)
-@on_ranks(1)
-def test_wrapping_says_what_to_do_about_sharded_modules(part: int | None, message: str) -> None:
-    model = make()
-    api.fully_shard(model if part is None else model[part])
-    with pytest.raises(ValueError, match=message):
-        fsdp_compat.FullyShardedDataParallel(model)
+        pair.step(counts_products)

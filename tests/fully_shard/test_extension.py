@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from tests.support.fully_sharded import Gathers, is_sharded, pair_of, partial_shard, shard_all
@@ -144,9 +145,7 @@ def _shard(model: Any, **options: Any) -> Any:
     return partial_shard(classes=(Quantised, Block), **options)(model)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "reshard_after_forward"), [(2, None), (3, None), (4, False)], ids=str
-)
+@pytest.mark.parametrize(("ranks", "reshard_after_forward"), [(2, None), (3, False)], ids=str)
 @pytest.mark.parametrize("kind", ["frozen", "trained"])
 @on_ranks("ranks")
 def test_weights_that_travel_as_int8_train_as_the_dequantised_model(
@@ -159,7 +158,7 @@ def test_weights_that_travel_as_int8_train_as_the_dequantised_model(
     assert isinstance(first.weight, DTensor)
     assert isinstance(first.weight.to_local(), Packed)
     gathers = Gathers(pair.model) if ranks == 2 else None
-    for _ in range(3):
+    for _ in range(2):
         pair.backwards()  # no comparison reads a packed parameter as a whole
         gradients = [whole_gradients(model) for model in (pair.model, pair.plain)]
         assert_same_values(*gradients, "gradient")
@@ -175,7 +174,6 @@ def test_weights_that_travel_as_int8_train_as_the_dequantised_model(
             assert wanted <= sum(sizes) / num_unshards <= wanted + 32, (sizes, wanted)
     first.unshard()
     assert type(first.weight) is nn.Parameter
-    first.reshard()
 
 
 def _sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -185,18 +183,10 @@ def _sgd(parameters: Any) -> torch.optim.Optimizer:
 # -- methods of the local tensors of sharded parameters
 
 
-def _before(
-    self: Tensor, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
-) -> Any:
+def _before(self: Tensor, mesh: Any, outer_size: Any, *more: Any, pads: bool = True) -> Any:
     """Send bf16, padded to the rows of the first rank."""
-    padding = -(-outer_size[0] // mesh.size()) - len(self)
+    padding = -(-outer_size[0] // mesh.size()) - len(self) if pads else 0
     return (F.pad(self.detach(), (0, 0, 0, padding)).to(BF16),), None
-
-
-def _unpadded(
-    self: Tensor, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
-) -> Any:
-    return (self.detach().to(BF16),), None
 
 
 def _after(
@@ -217,12 +207,7 @@ def _shard_patched(begins_on_meta: bool, before: Any, model: Any) -> Any:
     shard_all(model, ())
     if begins_on_meta:
         model.to_empty(device="cpu")
-        model.load_state_dict(
-            {
-                name: distribute_tensor(values[name], p.device_mesh, p.placements)
-                for name, p in model.named_parameters()
-            }
-        )
+        set_model_state_dict(model, values, options=StateDictOptions(full_state_dict=True))
     for parameter in model.parameters():
         if parameter.dim() == 2:
             local = parameter._local_tensor
@@ -255,7 +240,7 @@ def test_methods_set_on_local_tensors_are_called(
 
 @on_ranks(2)
 def test_a_method_that_does_not_pad_is_refused_on_the_ranks_that_need_it() -> None:
-    model = _shard_patched(False, _unpadded, _rounded())
+    model = _shard_patched(False, functools.partial(_before, pads=False), _rounded())
     if dist.get_rank() == 1:  # which has two rows of five
         with pytest.raises(AssertionError, match="without padding"):
             model(torch.ones(1, DIM))

@@ -40,44 +40,33 @@ def uses_branch(number: int, compute_all: bool, model: Any, x: torch.Tensor) -> 
     return backward(model(x, number, compute_all).square().sum())
 
 
-def trains_as_unsharded(branches_are_units: bool, allow: bool, zeros: bool) -> None:
-    """Every rank uses the branch of its number. Collective."""
+def trains_as_unsharded(allow: bool) -> None:
+    """Every rank uses the branch of its number; if that is not allowed, all branches, of which the
+    other ones get zeros. Collective."""
 
     def shard(model: Any) -> Any:
-        for branch in model.branches if branches_are_units else ():
-            fsdp_compat.fully_shard(branch, reshard_after_forward=not zeros)
+        for branch in model.branches:
+            fsdp_compat.fully_shard(branch, reshard_after_forward=allow)
         fsdp_compat.fully_shard(model, allow_unused_units=allow)
-        model.set_reduce_scatter_unused_params(zeros)
+        model.set_reduce_scatter_unused_params(not allow)
         return model
 
     optimizer = functools.partial(torch.optim.AdamW, lr=0.1)
     pair = pair_of(Branches, shard, optimizer, batch=lambda _: torch.ones(2, 4))
     for _ in range(3):
-        pair.backwards([functools.partial(uses_branch, n, zeros) for n in range(pair.ranks)])
+        pair.backwards([functools.partial(uses_branch, n, not allow) for n in range(pair.ranks)])
         for parameter in pair.plain.parameters():
-            if zeros and parameter.grad is None:
+            if not allow and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         pair.compare_and_update()
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize(("reads_at_end", "zeros"), [(False, False), (True, False), (False, True)])
-@on_ranks("ranks")
-def test_ranks_use_different_parameters_of_a_unit(
-    reads_at_end: bool, zeros: bool, ranks: int
-) -> None:
-    """reads_at_end: as on a device."""
-    with usage_read_late(reads_at_end):
-        trains_as_unsharded(branches_are_units=False, allow=False, zeros=zeros)
-
-
-@pytest.mark.parametrize("transport", ["gloo", "native"])
-@pytest.mark.parametrize(("ranks", "allow"), [(2, True), (3, True), (3, False)])
-@on_ranks("ranks")
-def test_ranks_use_different_units(ranks: int, allow: bool, transport: str) -> None:
-    """If that is allowed; else ranks reduce zeros for units that only others reach in backward."""
-    with own_collectives(transport == "native"):
-        trains_as_unsharded(branches_are_units=True, allow=allow, zeros=not allow)
+@pytest.mark.parametrize("is_native", [False, True])
+@on_ranks(3)
+def test_ranks_use_different_units(is_native: bool) -> None:
+    with own_collectives(is_native):
+        for allow in (True, False):
+            trains_as_unsharded(allow)
 
 
 class Tables(nn.Module):
@@ -131,16 +120,17 @@ KINDS = ["small", "large", "bf16", "allowed", "accumulated", "gradients of zero"
 
 
 @pytest.mark.parametrize(
-    ("ranks", "environment", "is_native"),
-    [*((n, how, False) for n in (2, 4) for how in (MAPPED, MESSAGES)), (2, MESSAGES, True)],
+    ("ranks", "environment", "is_native", "reads_at_end"),
+    [(2, MAPPED, False, False), (4, MESSAGES, False, True), (2, MESSAGES, True, False)],
 )
 @on_ranks("ranks")
 def test_all_ranks_have_gradients_of_the_parameters_that_some_rank_has_used(
-    ranks: int, environment: dict[str, str], is_native: bool
+    ranks: int, environment: dict[str, str], is_native: bool, reads_at_end: bool
 ) -> None:
-    """Also ranks whose own rows of the gradient are zero, and those without rows."""
+    """Also ranks whose own rows of the gradient are zero, and those without rows. reads_at_end: as
+    on a device."""
     head = ["last.weight", "head.weight", "head.bias"]
-    with own_collectives(is_native):
+    with own_collectives(is_native), usage_read_late(reads_at_end):
         for kind in KINDS:
             for readers in ((), (0,), (0, ranks - 1)):
                 names, norm = reads_tables(kind, readers)

@@ -3,22 +3,22 @@ raise: an error on every rank, after which the model trains. And what looks odd,
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn, ones
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_compat import FullOptimStateDictConfig, FullStateDictConfig, ShardingStrategy
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat import ShardingStrategy, StateDictType
 from fsdp_compat.errors import StateError, UsageError
 from fsdp_compat.sharded_grad_scaler import ShardedGradScaler
 from fsdp_compat.wrap import CustomPolicy, enable_wrap, wrap
@@ -29,7 +29,6 @@ from tests.support.refusals import (
     FULL,
     SHARDED,
     Call,
-    Outcome,
     adam,
     assert_four_facts,
     batch,
@@ -42,7 +41,6 @@ from tests.support.refusals import (
     sgd,
     shard,
     snapshot,
-    state_of,
     step,
     summon,
 )
@@ -67,10 +65,7 @@ INSIDE: dict[str, tuple[Call, type[Exception]]] = {  # the call, and the class t
     "pickle": (lambda m, o: pickle.dumps(m), RuntimeError),
     "optim_state_dict": (lambda m, o: FSDP.optim_state_dict(m, o), RuntimeError),
     "optim_state_dict to load": (load_optimizer, RuntimeError),
-    "register_comm_hook": (
-        lambda m, o: m.register_comm_hook(None, lambda s, g, o: 0),
-        RuntimeError,
-    ),
+    "register_comm_hook": (lambda m, o: m.register_comm_hook(None, raises), RuntimeError),
     "no_sync": (lambda m, o: no_sync(m), ValueError),
     "step": (lambda m, o: o.step(), RuntimeError),
 }
@@ -87,18 +82,14 @@ def added_to(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value + 1 for name, value in state.items()}
 
 
-@contextlib.contextmanager
-def calling(
-    model: FSDP, place: str, call: Call, given: dict[str, Any], *, catches: bool
-) -> Iterator[list[Outcome]]:
-    """Call inside the forward or the backward of a module."""
-    found: list[Outcome] = []
+def step_calling(
+    model: FSDP, optimizer: torch.optim.Optimizer, place: str, call: Callable[[], Any]
+) -> list[Any]:
+    """Take a step, and call inside the forward or the backward of a module."""
+    found = []
 
     def act(grad: Tensor | None = None) -> None:
-        if catches:
-            found.append(caught(call, given))
-        else:
-            call(**given)
+        found.append(call())
 
     def inside(module: nn.Module, args: object, output: Tensor) -> None:
         if place.startswith("forward"):
@@ -107,8 +98,11 @@ def calling(
             output.register_hook(act)
 
     handle = PLACES[place][0](model).register_forward_hook(inside)
-    yield found
-    handle.remove()
+    try:
+        step(model, optimizer)
+    finally:
+        handle.remove()
+    return found
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -120,17 +114,15 @@ def test_call_during_forward_or_backward_raises_and_the_pass_completes(place: st
         optimizer = sgd(model)
         given = {"m": model, "o": optimizer}
         with about(name):
-            with calling(model, place, call, given, catches=True) as found:
-                step(model, optimizer)
-            assert {"StateError", "RuntimeError", kind.__name__} <= set(found[0].kinds), found
-            assert_four_facts(found[0].message)
-            for word in (name.split()[0], place.split()[0]):
-                assert word in found[0].message
-            dist.all_gather_object(messages, found[0].message)
+            outcome = step_calling(model, optimizer, place, partial(caught, call, given))[0]
+            assert {"StateError", "RuntimeError", kind.__name__} <= set(outcome.kinds), outcome
+            assert_four_facts(outcome.message)
+            assert name.split()[0] in outcome.message and place.split()[0] in outcome.message
+            dist.all_gather_object(messages, outcome.message)
             assert messages[0] == messages[1]
             assert not difference(model, 1)
-            with calling(model, place, call, given, catches=False), pytest.raises(StateError):
-                step(model, optimizer)
+            with pytest.raises(StateError):
+                step_calling(model, optimizer, place, partial(call, **given))
             step(model, optimizer)
             assert not difference(model, 2)
 
@@ -166,7 +158,6 @@ def test_rank_outside_the_group_gets_a_clear_error() -> None:
 
 
 def test_missing_process_group_error_names_the_remedy() -> None:
-    assert not dist.is_initialized()
     module = net()
     before = snapshot(module)
     for arguments in ({}, {"sharding_strategy": HYBRID}, {"sharding_strategy": NO_SHARD}):
@@ -176,17 +167,14 @@ def test_missing_process_group_error_names_the_remedy() -> None:
         assert snapshot(module) == before
 
 
-@pytest.mark.parametrize(
-    ("ranks_per_host", "words"),
-    [("3", "a multiple of 3 ranks"), *((v, "LOCAL_WORLD_SIZE") for v in ("two", "0", "-1"))],
-)
 @on_ranks(2)
-def test_hybrid_strategy_with_uneven_nodes_raises(ranks_per_host: str, words: str) -> None:
-    os.environ["LOCAL_WORLD_SIZE"] = ranks_per_host
-    with pytest.raises(UsageError, match=words) as error:
-        FSDP(net(), sharding_strategy=HYBRID)
-    assert_four_facts(str(error.value))
-    dist.barrier()
+def test_hybrid_strategy_with_uneven_nodes_raises() -> None:
+    for number, words in (("3", "a multiple of 3 ranks"), ("two", "LOCAL_WORLD_SIZE")):
+        os.environ["LOCAL_WORLD_SIZE"] = number
+        with pytest.raises(UsageError, match=words) as error:
+            FSDP(net(), sharding_strategy=HYBRID)
+        assert_four_facts(str(error.value))
+        dist.barrier()
 
 
 AFTER: dict[str, Call] = {
@@ -232,17 +220,8 @@ def raises(*args: Any, **kwargs: Any) -> Any:
 
 
 def wrap_with_one_that_raises(m: nn.Module) -> None:
-    try:
-        with enable_wrap(wrapper_cls=raises):
-            wrap(m)
-    finally:
-        assert wrap(m) is m, "outside of a block nothing is wrapped"
-
-
-def step_with_a_hook_that_raises(m: nn.Module) -> None:
-    model = shard(m)
-    model.register_comm_hook(None, raises)
-    step(model)
+    with enable_wrap(wrapper_cls=raises):
+        wrap(m)
 
 
 RAISING: dict[str, Call] = {  # of a module, and of the same wrapped model in all
@@ -251,7 +230,6 @@ RAISING: dict[str, Call] = {  # of a module, and of the same wrapped model in al
     "param_init_fn": lambda m, w: FSDP(m.to("meta"), param_init_fn=raises),
     "ignored_modules": lambda m, w: FSDP(m, ignored_modules=(raises() for _ in range(1))),
     "wrap": lambda m, w: wrap_with_one_that_raises(m),
-    "register_comm_hook": lambda m, w: step_with_a_hook_that_raises(m),
     "apply": lambda m, w: w.apply(raises),
     "summon_full_params": lambda m, w: summon(w, raises),
     "no_sync": lambda m, w: no_sync(w, raises),
@@ -265,58 +243,59 @@ def test_exceptions_of_user_functions_propagate_unchanged() -> None:
         with about(name), pytest.raises(Odd):
             call(net(), model)
         dist.barrier()
+    module = net()
+    assert wrap(module) is module, "outside of a block nothing is wrapped"
     step(model)
     assert not difference(model, 1)
+    model.register_comm_hook(None, raises)
+    with pytest.raises(Odd):
+        step(model)
 
 
 # -- allowed, although it looks odd
 
 
 @both_forms
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @on_ranks(2)
-def test_a_model_wrapped_without_gradients_trains(mode: Any, use_orig_params: bool) -> None:
-    module = net()
-    with mode():
-        model = shard(module, use_orig_params=use_orig_params)
+def test_a_model_wrapped_without_gradients_trains(use_orig_params: bool) -> None:
+    for mode in (torch.no_grad, torch.inference_mode):
+        module = net()
+        with mode():
+            model = shard(module, use_orig_params=use_orig_params)
+        step(model)
+        assert not difference(model, 1)
+
+
+@pytest.mark.parametrize(("yes", "no"), [(1, None), (torch.tensor(True), numpy.False_)])
+@on_ranks(2)
+def test_flags_are_taken_by_their_truth_value(yes: Any, no: Any) -> None:
+    model = shard(use_orig_params=yes, sync_module_states=yes, allow_unused_units=no)
+    assert not any("_flat_param" in name for name, _ in model.named_parameters())
+    with FSDP.summon_full_params(model, recurse=yes, writeback=no, offload_to_cpu=no):
+        for p in model.parameters():
+            p.data.zero_()
     step(model)
     assert not difference(model, 1)
+    configs = FullStateDictConfig(no, yes), FullOptimStateDictConfig(no, rank0_only=yes)
+    with FSDP.state_dict_type(model, FULL, *configs):
+        assert bool(model.state_dict()) is (dist.get_rank() == 0)
+    assert not ShardedGradScaler("cpu", enabled=no).is_enabled()
 
 
 @both_forms
-@pytest.mark.parametrize("kind", [FULL, SHARDED])
 @on_ranks(2)
-def test_values_loaded_while_gradients_wait_leave_them(
-    kind: StateDictType, use_orig_params: bool
-) -> None:
+def test_values_loaded_while_gradients_wait_leave_them(use_orig_params: bool) -> None:
     moved, plain = added_to(reference(0)), net()
     for _ in range(2):
         torch.stack([loss_of(plain, rank) for rank in range(2)]).mean().backward()
         plain.load_state_dict(moved)
     sgd(plain).step()
-    model = shard(use_orig_params=use_orig_params)
-    with FSDP.state_dict_type(model, kind):
-        no_sync(model, loss_of(model).backward)
-        model.load_state_dict(model.state_dict())
-        model.load_state_dict(moved)
-    loss_of(model).backward()
-    sgd(model).step()
-    assert not difference(model, plain.state_dict())
-
-
-@both_forms
-@on_ranks(2)
-def test_freezing_inside_forward_persists_or_raises(use_orig_params: bool) -> None:
-    def freeze(layer: nn.Module, args: object) -> None:
-        handle.remove()
-        layer.weight.requires_grad_(False)
-
-    module = net()
-    handle = module.layers[1].register_forward_pre_hook(freeze)
-    model = shard(module, use_orig_params=use_orig_params)
-    before = state_of(model)["layers.1.weight"]
-    outcomes = [caught(partial(step, model)) for _ in range(3)]
-    if outcomes[0].kinds:
-        assert_four_facts(outcomes[0].message)
-    else:
-        assert torch.equal(before, state_of(model)["layers.1.weight"])
+    for kind in (FULL, SHARDED):
+        model = shard(use_orig_params=use_orig_params)
+        with FSDP.state_dict_type(model, kind):
+            no_sync(model, loss_of(model).backward)
+            model.load_state_dict(model.state_dict())
+            model.load_state_dict(moved)
+        loss_of(model).backward()
+        sgd(model).step()
+        assert not difference(model, plain.state_dict())
