@@ -252,7 +252,7 @@ def test_torch_hooks_give_the_same_bits_as_under_torch(use_orig_params: bool) ->
             )
 
 
-# -- copies and exceptions
+# -- copies
 
 
 @both_forms
@@ -270,26 +270,3 @@ def test_copy_has_the_hook_and_a_pickle_accepts_one(use_orig_params: bool) -> No
         for name, grad in whole_gradients(other).items():
             assert torch.equal(grad, torch.full_like(grad, 7.0)), name
     assert len(calls) == len(FSDP.fsdp_modules(loaded))
-
-
-@pytest.mark.parametrize(
-    ("strategy", "use_orig_params", "when"), [(SHARD_GRAD_OP, True, 1), (NO_SHARD, False, 3)]
-)
-@on_ranks(2)
-def test_step_after_an_exception_in_a_hook_works(
-    strategy: ShardingStrategy, use_orig_params: bool, when: int
-) -> None:
-    pair = make_pair(Stack, sharding_strategy=strategy, use_orig_params=use_orig_params)
-    average, calls = Averages(), itertools.count(1)
-
-    def hook(state: list[Any], grad: Tensor, output: Tensor | None = None) -> None:
-        if next(calls) == when:
-            raise ValueError("the hook")
-        average(state, grad, output)
-
-    pair.model.register_comm_hook([], hook)
-    with pytest.raises(ValueError, match="the hook"):
-        square(pair.model, torch.ones(2, DIM)).backward()
-    pair.optim.zero_grad()
-    pair.step(one_backward)
-    pair.step(one_backward, as_a_user=True)
