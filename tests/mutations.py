@@ -302,7 +302,7 @@ BREAKS = (
         "offloaded gradient not copied to the host",
         "        copy.copy_(total, non_blocking=True)\n",
         "        copy.zero_()\n",
-        f"{FRONTENDS}/training/test_training.py -k large",
+        f"{FRONTENDS}/training/test_training.py -k every_kind",
     ),
     Break(
         "inputs of forward not cast in mixed precision",

@@ -14,9 +14,8 @@ from fsdp_compat import MixedPrecision, ShardingStrategy
 from tests.support.fully_sharded import sharded_as
 from tests.support.messages import Messages
 from tests.support.models import DIM, Stack, Switch
-from tests.support.pairwise import each_value, pairwise
+from tests.support.pairwise import each_value
 from tests.support.parity import (
-    Step,
     accumulates,
     assert_same_values,
     backward,
@@ -36,7 +35,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 @each_value
 @both_forms
-@pytest.mark.parametrize("pattern", ["ns", "nns", "sns", "ssns", "snnss"])
+@pytest.mark.parametrize("pattern", ["nns", "sns", "ssns"])
 @pytest.mark.parametrize(
     ("num_ranks", "strategy"),
     [
@@ -60,35 +59,7 @@ def _uses(units: str, m: nn.Module, x: Tensor) -> Tensor:
     return backward(m(x, units).pow(2).mean())
 
 
-def _forward_under_no_sync_backward_outside(m: nn.Module, x: Tensor) -> Tensor:
-    with no_sync(m):
-        first = backward(square(m, x))
-        second = square(m, x * 2)
-    return first + backward(second)
-
-
-def _uses_a_unit_only_under_no_sync(m: nn.Module, x: Tensor) -> Tensor:
-    with no_sync(m):
-        first = _uses("ab", m, x)
-    return first + _uses("a", m, x)
-
-
-@both_forms
-@pytest.mark.parametrize(
-    ("build", "step"),
-    [
-        (Stack, _forward_under_no_sync_backward_outside),
-        (Switch, _uses_a_unit_only_under_no_sync),
-    ],
-)
-@on_ranks(2)
-def test_a_backward_outside_no_sync_reduces_all_gradients_that_exist(
-    build: type[nn.Module], step: Step, use_orig_params: bool
-) -> None:
-    train(build, step=step, use_orig_params=use_orig_params)
-
-
-@pairwise
+@each_value
 @both_forms
 @pytest.mark.parametrize("before", ["n", "nn", "sn"])
 @pytest.mark.parametrize("after", ["ab", "a"])
@@ -170,21 +141,7 @@ def test_what_is_zero_on_one_rank_does_not_change_what_is_reduced(use_orig_param
     assert zeros == [0, 0]
 
 
-@both_forms
-@on_ranks(2)
-def test_grad_does_not_contain_gradients_of_no_sync_before_they_are_reduced(
-    use_orig_params: bool,
-) -> None:
-    precision = MixedPrecision(param_dtype=BF16)
-    model = make_pair(Stack, mixed_precision=precision, use_orig_params=use_orig_params).model
-    with model.no_sync():
-        backward(square(model, torch.randn(4, DIM)))
-    assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
-    backward(square(model, torch.randn(4, DIM)))
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
-    assert {(grad.dtype, bool(grad.any())) for grad in grads} == {(FP32, True)}
-
-
+@each_value
 @pytest.mark.parametrize("front_end", ["flat", "original", "ours"])
 @pytest.mark.parametrize("ranks", [1, 2])
 @on_ranks("ranks")

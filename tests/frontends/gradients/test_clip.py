@@ -19,7 +19,6 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_compat
 from fsdp_compat import CPUOffload, ShardingStrategy
@@ -65,9 +64,6 @@ def _by_method(model: FSDP, max_norm: float, norm_type: float) -> Tensor:
     return model.clip_grad_norm_(max_norm, norm_type)
 
 
-any_call = pytest.mark.parametrize("call", [_by_method, _by_torch, _by_total_norm])
-
-
 # -- models, some with gradients that are exact in every dtype on up to four ranks
 
 
@@ -96,10 +92,6 @@ class Terms(nn.Module):
 def _whole_number(generator: torch.Generator) -> Tensor:
     """Averages of up to four of these, times the factors of ``Terms``, are exact in bfloat16."""
     return 12.0 * torch.randint(1, 5, (), generator=generator)
-
-
-def _same_vectors(generator: torch.Generator) -> Tensor:
-    return vectors(torch.Generator().manual_seed(5))
 
 
 def _partly_frozen() -> nn.Module:
@@ -221,43 +213,6 @@ def test_norm_and_clipped_gradients_equal_those_of_the_unsharded_model(
     assert all(found == first for found in others), "the ranks differ in norm or dtype"
 
 
-def _chooses(outer: dict[str, Any], module: nn.Module) -> bool | dict[str, Any]:
-    """For CustomPolicy."""
-    return outer if isinstance(module, Outer) else isinstance(module, Inner)
-
-
-@each_value
-@both_forms
-@any_call
-@on_ranks(4)
-def test_units_of_several_strategies_and_meshes_count_once_each(
-    call: Callable[..., Tensor], use_orig_params: bool
-) -> None:
-    for number, options in enumerate(_strategies(NO_SHARD, HYBRID)):
-        policy = CustomPolicy(partial(_chooses, options))
-        more = {"auto_wrap_policy": policy, "use_orig_params": use_orig_params}
-        pair = make_pair(_partly_frozen, **more)
-        for norm_type in NORM_TYPES[(number + use_orig_params) % 2 :: 2]:
-            _check(pair, partial(call, pair.model), norm_type)
-
-
-@each_value
-@both_forms
-@any_call
-@on_ranks(2)
-def test_gradients_of_ignored_parameters_count_once(
-    call: Callable[..., Tensor], use_orig_params: bool
-) -> None:
-    for options in _strategies(FULL_SHARD, NO_SHARD, HYBRID):
-        module = seeded(Stack)
-        options |= {"ignored_modules": [module.head, module.blocks[1].norm]}
-        policy = ModuleWrapPolicy({Block})
-        model = FSDP(module, auto_wrap_policy=policy, use_orig_params=use_orig_params, **options)
-        pair = Pair(seeded(Stack), model, batch=_same_vectors)
-        for norm_type in (1, 2.0, math.inf):
-            _check(pair, partial(call, model), norm_type)
-
-
 @each_value
 @both_forms
 @pytest.mark.parametrize("call", [_by_method, _by_torch])
@@ -309,7 +264,50 @@ def test_one_nonfinite_element_makes_norm_and_gradients_nonfinite_everywhere(
                 assert norm == math.inf and len(finite) and not finite.any(), where
 
 
-# -- communication and operations
+# -- several units, roots and modules
+
+
+def _same_vectors(generator: torch.Generator) -> Tensor:
+    return vectors(torch.Generator().manual_seed(5))
+
+
+def _of_several_strategies(options: dict[str, Any], **form: bool) -> Pair:
+    policy = CustomPolicy(lambda m: options if isinstance(m, Outer) else isinstance(m, Inner))
+    return make_pair(_partly_frozen, auto_wrap_policy=policy, **form)
+
+
+def _with_ignored_modules(options: dict[str, Any], **form: bool) -> Pair:
+    module = seeded(Stack)
+    options = {**options, **form, "ignored_modules": [module.head, module.blocks[1].norm]}
+    model = FSDP(module, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
+    return Pair(seeded(Stack), model, batch=_same_vectors)
+
+
+def _several_roots(options: dict[str, Any], **form: bool) -> Pair:
+    """And a module that is not sharded."""
+    build = partial(chain, partial(nn.Linear, DIM, DIM), Stack, partial(nn.Linear, 3, 5))
+    model = seeded(build)
+    for index in range(2):
+        model[index] = FSDP(model[index], **form, **(options if index else {}))
+    return Pair(seeded(build), model, batch=_same_vectors)
+
+
+@both_forms
+@pytest.mark.parametrize("build", [_of_several_strategies, _with_ignored_modules, _several_roots])
+@on_ranks(2)
+def test_gradients_of_several_units_roots_and_modules_count_once_each(
+    build: Callable[..., Pair], use_orig_params: bool
+) -> None:
+    for number, options in enumerate(_strategies(FULL_SHARD, NO_SHARD, HYBRID)):
+        pair = build(options, use_orig_params=use_orig_params)
+        calls = [partial(_by_torch, pair.model), partial(_by_total_norm, pair.model)]
+        if build is not _several_roots:
+            calls.append(pair.model.clip_grad_norm_)
+        for norm_type, call in itertools.product(NORM_TYPES[number::2], calls):
+            _check(pair, call, norm_type)
+
+
+# -- communication
 
 
 @on_ranks(4, environment=MESSAGES)
@@ -323,38 +321,6 @@ def test_clipping_sends_one_message_to_each_rank_and_none_without_sharding() -> 
                 model.clip_grad_norm_(1.0, norm_type)
             sizes = [2 if norm_type == math.inf else 1] * num_others[options["sharding_strategy"]]
             assert messages.sent == ({FP32: sizes} if sizes else {})
-
-
-class _Tensors(TorchDispatchMode):
-    """Counts the tensors of which norms are computed, and those that are scaled."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms = self.products = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        self.norms += len(args[0]) if name == "_foreach_norm" else 0
-        self.products += len(args[0]) if name == "_foreach_mul_" else 0
-        return func(*args, **(kwargs or {}))
-
-
-@both_forms
-@on_ranks(2)
-def test_clipping_takes_one_norm_and_one_product_per_unit(use_orig_params: bool) -> None:
-    """A unit with a replaced gradient counts its parts, of which rank 0 has one."""
-    model = FSDP(
-        nn.Sequential(*(nn.Linear(5, 5) for _ in range(5))),
-        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
-        use_orig_params=use_orig_params,
-    )
-    model(torch.ones(2, 5)).sum().backward()
-    parameter = next(p for p in model.parameters() if p.numel())
-    for expected in (5, 5 + (use_orig_params and dist.get_rank())):
-        with _Tensors() as found:
-            model.clip_grad_norm_(1.0)
-        assert (found.norms, found.products) == (expected, expected)
-        parameter.grad = parameter.grad.clone()
 
 
 # -- torch's function on some parameters, or several modules
@@ -376,62 +342,6 @@ def test_torch_clip_grad_norm_of_some_parameters_uses_their_norm() -> None:
         for name, parameter in list(zip(names, pair.model.parameters(), strict=True))[::5]:
             _check(pair, partial(clip_grad_norm_, parameter), math.inf, partial(_is_in, name))
         assert clip_grad_norm_([], 1.0).item() == 0.0
-
-
-@each_value
-@both_forms
-@pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD, HYBRID])
-@pytest.mark.parametrize("first", [None, NO_SHARD, FULL_SHARD])
-@on_ranks(2)
-def test_torch_clip_grad_norm_of_several_roots_and_unsharded_modules_counts_each_once(
-    first: ShardingStrategy | None, strategy: ShardingStrategy, use_orig_params: bool
-) -> None:
-    build = partial(chain, partial(nn.Linear, DIM, DIM), Stack, partial(nn.Linear, 3, 5))
-    plain, model = seeded(build), seeded(build)
-    for index, options in enumerate(_strategies(first or FULL_SHARD, strategy)):
-        if index or first is not None:
-            model[index] = FSDP(model[index], use_orig_params=use_orig_params, **options)
-    pair = Pair(plain, model, batch=_same_vectors)
-    for norm_type, foreach in zip(NORM_TYPES, FOREACH, strict=True):
-        _check(pair, partial(_by_torch, model, foreach=foreach), norm_type)
-
-
-def _clipped_plain(norm_type: float, foreach: bool | None) -> list[Tensor]:
-    """Return the norm and the clipped gradients of a module that is not sharded."""
-    plain = seeded(partial(nn.Linear, DIM, 5))
-    plain(torch.ones(2, DIM)).pow(2).sum().backward()
-    return [_by_torch(plain, 0.5, norm_type, foreach=foreach), *_local_gradients(plain)]
-
-
-@on_ranks(2)
-def test_torch_clip_grad_norm_of_a_plain_module_is_unchanged() -> None:
-    cases = list(itertools.product(NORM_TYPES, (None, False, True)))
-    fsdp_compat.uninstall()
-    expected = list(itertools.starmap(_clipped_plain, cases))
-    model = FSDP(Stack())
-    model(torch.ones(2, DIM)).pow(2).sum().backward()
-    if dist.get_rank() == 0:  # the other does not take part
-        for case, values in zip(cases, expected, strict=True):
-            assert all(map(torch.equal, _clipped_plain(*case), values)), case
-    dist.barrier()
-
-
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-@on_ranks(4)
-def test_ranks_without_clipped_gradients_take_part(dtype: torch.dtype) -> None:
-    """Two of the four ranks hold no elements."""
-    model = FSDP(nn.Linear(3, 1, dtype=dtype), use_orig_params=True)
-    for clip, expected in (
-        (partial(model.clip_grad_norm_, 0.5), 10**0.5),
-        (partial(_by_torch, model, 0.5), 10**0.5),
-        (partial(clip_grad_norm_, [model.bias], 0.5), 1.0),
-    ):
-        model.zero_grad()
-        model(torch.tensor([2.0, 1.0, 2.0], dtype=dtype)).sum().backward()
-        norm = clip()
-        if expected > 1:  # of all gradients
-            assert norm.dtype is dtype
-        assert norm.item() == pytest.approx(expected, rel=RTOL if dtype is FP32 else 2**-8)
 
 
 # -- dtypes, and gradients that a rank has no part of
@@ -482,27 +392,23 @@ def _as_a_library(*args: Any) -> Tensor:
     return clip_grad_norm_(*args)
 
 
-@pytest.mark.parametrize("kind", ["function", "with __wrapped__", "proxy", "without closure"])
 @on_ranks(2)
-def test_clip_grad_norm_that_a_library_replaced_before_wrapping(kind: str) -> None:
+def test_clip_grad_norm_that_a_library_replaced_before_wrapping() -> None:
     def around(*args: Any) -> Tensor:
         return called(*args)
 
-    called, library = clip_grad_norm_, around
-    if kind == "with __wrapped__":
-        library = functools.wraps(called)(around)
-    elif kind == "proxy":  # such as wrapt's, which have the closure of what they call
-        library = functools.update_wrapper(partial(around), called)
-        library.__closure__ = called.__closure__  # type: ignore[attr-defined]
-    elif kind == "without closure":
-        library = _as_a_library
-    fsdp_compat.uninstall()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.nn.utils.clip_grad, "clip_grad_norm_", library)
-        patch.setattr(torch.nn.utils, "clip_grad_norm_", library)
-        model = FSDP(nn.Linear(3, 1), use_orig_params=True)
-        model(torch.tensor([2.0, 1.0, 2.0])).sum().backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        assert norm.item() == pytest.approx(10**0.5)
+    called = clip_grad_norm_
+    proxy = functools.update_wrapper(partial(around), called)  # such as wrapt's
+    proxy.__closure__ = called.__closure__  # type: ignore[attr-defined]
+    for library in (around, functools.wraps(called)(around), proxy, _as_a_library):
         fsdp_compat.uninstall()
-        assert torch.nn.utils.clip_grad_norm_ is torch.nn.utils.clip_grad.clip_grad_norm_ is library
+        with pytest.MonkeyPatch.context() as patch:
+            for module in (torch.nn.utils.clip_grad, torch.nn.utils):
+                patch.setattr(module, "clip_grad_norm_", library)
+            model = FSDP(nn.Linear(3, 1), use_orig_params=True)
+            model(torch.tensor([2.0, 1.0, 2.0])).sum().backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            assert norm.item() == pytest.approx(10**0.5)
+            fsdp_compat.uninstall()
+            now = torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad.clip_grad_norm_
+            assert now == (library, library)

@@ -16,14 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
-from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_compat import CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat import MixedPrecision, ShardingStrategy
 from tests.support.beside_torch import assert_as_torch, trained
 from tests.support.messages import Messages
-from tests.support.models import DIM, Block, GradientIs, Lora, Outer, Stack, Switch, chain
-from tests.support.pairwise import each_value, pairs
+from tests.support.models import DIM, GradientIs, Stack, Switch
+from tests.support.pairwise import each_value
 from tests.support.parity import (
     assert_close,
     backward,
@@ -34,13 +33,12 @@ from tests.support.parity import (
     square,
     vectors,
     whole_gradients,
-    wide_vectors,
 )
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.same_host import MESSAGES
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
-FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID, HYBRID_ZERO2 = ShardingStrategy
+FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, *_ = ShardingStrategy
 
 
 class Averages:
@@ -100,6 +98,7 @@ def _nothing(state: list[int], grad: Tensor, output: Tensor | None = None) -> No
         output.fill_(7.0)
 
 
+@each_value
 @both_forms
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
 @on_ranks(2, environment=MESSAGES)
@@ -162,9 +161,6 @@ def _uses(inner: str, m: nn.Module, x: Tensor) -> Tensor:
 
 
 RUNS: dict[str, dict[str, Any]] = {
-    "nested": {"build": partial(Stack, 2, Outer), "units": (Outer, Block)},
-    "partly frozen": {"build": partial(chain, Lora, Lora), "units": (Lora,), "batch": wide_vectors},
-    "offloaded": {"cpu_offload": CPUOffload(offload_params=True)},
     "other units on some ranks": {"build": Switch, "allow_unused_units": True},
     "replaces data": {"hook": _replaces_data},
     "replaces data of replicas": {"hook": _replaces_data, "sharding_strategy": NO_SHARD},
@@ -188,57 +184,7 @@ def test_training_with_a_hook_that_averages_equals_the_unsharded_model(
         pair.step(steps if differs else one_backward)
 
 
-def _in_shard_group(
-    strategy: ShardingStrategy, shape: tuple[int, int], use_orig_params: bool
-) -> list[list[float]]:
-    mesh = init_device_mesh("cpu", shape)
-    options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
-    pair = make_pair(Stack, device_mesh=mesh, **options)
-    assert pair.model.process_group.size() == shape[1]
-    hook = Averages(pair.model.process_group)
-    pair.model.register_comm_hook([], hook)
-    for _ in range(2):
-        pair.step(one_backward, as_a_user=True)
-    assert {numel / shard[0] for numel, *shard in hook.calls if shard} <= {shape[1]}
-    assert len(hook.calls) == 2 * 4
-    return [value.flatten().tolist() for value in pair.model.state_dict().values()]
-
-
-@each_value
-@pytest.mark.parametrize(("strategy", "use_orig_params"), [(HYBRID, False), (HYBRID_ZERO2, True)])
-@pytest.mark.parametrize("shape", [(2, 2), (1, 4), (4, 1)])
-def test_hybrid_hook_reduces_shards_before_replicas_are_averaged(
-    shape: tuple[int, int], strategy: ShardingStrategy, use_orig_params: bool
-) -> None:
-    states = run_ranks(4, _in_shard_group, strategy, shape, use_orig_params)
-    assert all(state == states[0] for state in states)
-
-
 # -- dtypes
-
-
-@pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
-@on_ranks(2)
-def test_hook_gets_gradients_in_the_reduce_dtype(strategy: ShardingStrategy) -> None:
-    for param_dtype, reduce_dtype, keep in pairs(
-        (None, BF16), (None, BF16, FP16, FP32), (False, True)
-    ):
-        precision = MixedPrecision(param_dtype, reduce_dtype, keep_low_precision_grads=keep)
-        options = {"sharding_strategy": strategy, "mixed_precision": precision}
-        hooked, plain = (make_pair(Stack, use_orig_params=True, **options).model for _ in "ab")
-        hook = Averages()
-        hooked.register_comm_hook([], hook)
-        x = vectors(torch.Generator().manual_seed(dist.get_rank()))
-        for model in (hooked, plain) * 2:
-            square(model, x).backward()
-        travels = reduce_dtype or param_dtype or FP32
-        assert hook.dtypes == {travels}
-        low = travels is not FP32
-        rtol, atol = 2 * torch.finfo(travels).eps if low else 1e-5, 1e-4 if low else 1e-6
-        for p, q in zip(hooked.parameters(), plain.parameters(), strict=True):
-            if p.numel():
-                assert p.grad.dtype == (travels if keep else FP32)
-                assert torch.allclose(p.grad.float(), q.grad.float(), rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
@@ -306,20 +252,7 @@ def test_torch_hooks_give_the_same_bits_as_under_torch(use_orig_params: bool) ->
             )
 
 
-@on_ranks(2)
-def test_hook_of_a_model_that_became_nested_is_kept() -> None:
-    """As with torch, a second hook raises."""
-    inner = FSDP(Block())
-    first = Averages()
-    inner.register_comm_hook([], first)
-    outer = FSDP(nn.Sequential(inner, nn.Linear(DIM, DIM)))
-    with pytest.raises(AssertionError, match="already"):
-        outer.register_comm_hook([], _nothing)
-    square(outer, torch.ones(2, DIM)).backward()
-    assert len(first.calls) == 1
-
-
-# -- copies and exceptions
+# -- copies
 
 
 @both_forms
@@ -337,27 +270,3 @@ def test_copy_has_the_hook_and_a_pickle_accepts_one(use_orig_params: bool) -> No
         for name, grad in whole_gradients(other).items():
             assert torch.equal(grad, torch.full_like(grad, 7.0)), name
     assert len(calls) == len(FSDP.fsdp_modules(loaded))
-
-
-@pytest.mark.parametrize(
-    ("strategy", "use_orig_params"), [(SHARD_GRAD_OP, True), (NO_SHARD, False)]
-)
-@pytest.mark.parametrize("when", [1, 3, 4])
-@on_ranks(2)
-def test_step_after_an_exception_in_a_hook_works(
-    when: int, strategy: ShardingStrategy, use_orig_params: bool
-) -> None:
-    pair = make_pair(Stack, sharding_strategy=strategy, use_orig_params=use_orig_params)
-    average, calls = Averages(), itertools.count(1)
-
-    def hook(state: list[Any], grad: Tensor, output: Tensor | None = None) -> None:
-        if next(calls) == when:
-            raise ValueError("the hook")
-        average(state, grad, output)
-
-    pair.model.register_comm_hook([], hook)
-    with pytest.raises(ValueError, match="the hook"):
-        square(pair.model, torch.ones(2, DIM)).backward()
-    pair.optim.zero_grad()
-    pair.step(one_backward)
-    pair.step(one_backward, as_a_user=True)

@@ -7,7 +7,6 @@ import itertools
 import math
 import pickle
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -16,16 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchShardedGradScaler
 
-import fsdp_compat
-from fsdp_compat import ShardingStrategy, StateError, UsageError
+from fsdp_compat import ShardingStrategy, UsageError
 from fsdp_compat.sharded_grad_scaler import ShardedGradScaler
-from tests.support.beside_torch import assert_as_torch
 from tests.support.messages import Messages
-from tests.support.models import Block, Named, Stack, Tiny
-from tests.support.pairwise import each_value, pairwise
-from tests.support.parity import assert_close, both_forms, make_pair, seeded, square, vectors
+from tests.support.models import Named, Stack, Tiny
+from tests.support.pairwise import pairwise
+from tests.support.parity import assert_close, both_forms, make_pair, square
 from tests.support.ranks import on_ranks
 from tests.support.same_host import MESSAGES
 
@@ -136,45 +132,6 @@ def test_training_with_skipped_steps_equals_the_unsharded_model(
     pair.assert_state_equal()
 
 
-def _trained_in_half(strategy: str, use_orig_params: bool, library: Any) -> dict[str, Tensor]:
-    cls, fp16 = library.FullyShardedDataParallel, torch.float16
-    model = cls(
-        seeded(Stack),
-        auto_wrap_policy=library.wrap.ModuleWrapPolicy({Block}),
-        sharding_strategy=library.ShardingStrategy[strategy],
-        mixed_precision=library.MixedPrecision(param_dtype=fp16, reduce_dtype=torch.float32),
-        use_orig_params=use_orig_params,
-        device_id=torch.device("cpu"),
-    )
-    optim = _sgd(model.parameters())
-    make = ShardedGradScaler if library is fsdp_compat else TorchShardedGradScaler
-    scaler = make(device="cpu", init_scale=2.0**19, growth_interval=3)
-    generator = torch.Generator().manual_seed(1 + dist.get_rank())
-    scales = []
-    for _ in range(10):
-        loss = model(vectors(generator)).pow(2).mean()
-        scaled = scaler.scale(loss)
-        assert scaled.dtype is loss.dtype is fp16
-        scaled.backward()
-        scaler.step(optim)
-        scaler.update()
-        optim.zero_grad()
-        scales.append(scaler.get_scale())
-    assert scales[0] == 2.0**18  # the first scale is too large
-    assert any(after > before for before, after in itertools.pairwise(scales))
-    with cls.summon_full_params(model, writeback=False):
-        found = {name: p.detach().clone() for name, p in model.named_parameters()}
-    return {"scales": torch.tensor(scales), **found}
-
-
-@each_value
-@both_forms
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-@on_ranks(2)
-def test_half_precision_training_equals_torch(strategy: str, use_orig_params: bool) -> None:
-    assert_as_torch(partial(_trained_in_half, strategy, use_orig_params))
-
-
 # -- what ranks agree on
 
 
@@ -237,12 +194,11 @@ def test_only_ranks_of_the_process_group_agree_on_a_step() -> None:
     assert scaler.get_scale() == (1024 if rank % 2 else 512)
 
 
-@any_optimizer
 @on_ranks(2)
-def test_a_disabled_scaler_sends_nothing(make: Callable[..., torch.optim.Optimizer]) -> None:
+def test_a_disabled_scaler_sends_nothing() -> None:
     if dist.get_rank() == 0:  # the other rank does not take part
         parameters = _parameters(2)
-        optim, loss = make(parameters), torch.tensor(2.0)
+        optim, loss = _sgd(parameters), torch.tensor(2.0)
         scaler = ShardedGradScaler("cpu", enabled=False)
         parameters[0].grad = torch.ones(2)
         assert scaler.scale(loss) is loss
@@ -251,55 +207,25 @@ def test_a_disabled_scaler_sends_nothing(make: Callable[..., torch.optim.Optimiz
         scaler.update()
         assert not torch.equal(parameters[0], torch.ones(2))
         assert torch.equal(parameters[0].grad, torch.ones(2))
-        assert (scaler.get_scale(), scaler.state_dict(), scaler.is_enabled()) == (1.0, {}, False)
 
 
-@pytest.mark.parametrize("how", ["load", "deepcopy", "pickle"])
 @on_ranks(2)
-def test_a_scaler_resumes_from_a_saved_state(how: str) -> None:
+def test_a_scaler_resumes_from_a_saved_state() -> None:
     parameters = _parameters(2)
     optim, scaler = _sgd(parameters), _started()
     for _ in range(3):
         _fill(parameters, scaler)
         scaler.step(optim)
         scaler.update()
-    state = {
-        "scale": 2048.0,
-        "growth_factor": 2.0,
-        "backoff_factor": 0.5,
-        "growth_interval": 2,
-        "_growth_tracker": 1,
-    }
-    assert scaler.state_dict() == state
-    if how == "load":
-        other = ShardedGradScaler("cpu")
-        other.load_state_dict(state)
-    else:
-        other = copy.deepcopy(scaler) if how == "deepcopy" else pickle.loads(pickle.dumps(scaler))
-    assert other.state_dict() == state
-    other.scale(torch.tensor(1.0))
-    _fill(parameters, other)
-    other.step(optim)
-    other.update()
-    assert other.get_scale() == 4096
-
-
-@on_ranks(2)
-def test_the_default_group_is_looked_up_on_first_use() -> None:
-    scaler = _started()
-    parameters = _parameters(2)
-    optim = _sgd(parameters)
-    _fill(parameters, scaler, math.inf if dist.get_rank() else 1.0)
-    before = parameters[0].grad.clone()
-    with (
-        mock.patch.object(dist, "is_initialized", lambda: False),
-        pytest.raises(StateError, match="init_process_group"),
-    ):
-        scaler.step(optim)
-    assert torch.equal(parameters[0].grad, before)
-    scaler.step(optim)
-    scaler.update()
-    assert scaler.get_scale() == 512
+    loaded = ShardedGradScaler("cpu")
+    loaded.load_state_dict(scaler.state_dict())
+    for other in (loaded, copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
+        assert other.state_dict() == scaler.state_dict()
+        other.scale(torch.tensor(1.0))
+        _fill(parameters, other)
+        other.step(optim)
+        other.update()
+        assert other.get_scale() == 4096
 
 
 # -- without process groups
@@ -308,6 +234,7 @@ def test_the_default_group_is_looked_up_on_first_use() -> None:
 def test_losses_in_nested_iterables_are_scaled() -> None:
     scaler = _scaler(init_scale=2.0)
     two, three = torch.tensor(2.0), torch.tensor([3.0], dtype=torch.float16)
+    assert [scaler.scale(t).dtype for t in (two, three)] == [torch.float32, torch.float16]
     assert scaler.scale(two).item() == 4
     assert [t.item() for t in scaler.scale([two, three])] == [4, 6]
     scaled: Any = scaler.scale((two, [three, (two,)]))  # type: ignore[list-item]
@@ -317,30 +244,6 @@ def test_losses_in_nested_iterables_are_scaled() -> None:
     assert type(named) is Named and named.first.item() == 4 and named.rest[0].item() == 6
     assert [t.item() for t in scaler.scale(t for t in (two, three))] == [4, 6]
     assert scaler.scale([]) == []
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_a_scaled_loss_keeps_its_dtype_and_its_graph(dtype: torch.dtype) -> None:
-    for shape in ((), (1,)):
-        loss = torch.ones(shape, dtype=dtype, requires_grad=True)
-        scaled, in_list = _scaler().scale(loss), _scaler().scale([loss])[0]
-        assert scaled.dtype is in_list.dtype is dtype
-        scaled.sum().backward()
-        assert torch.equal(loss.grad, torch.full(shape, 1024, dtype=dtype))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("new_scale", [8.0, 8, torch.tensor(8.0), torch.tensor([8.0])])
-def test_update_sets_a_new_scale(new_scale: Any) -> None:
-    scaler = _started()
-    scaler.update(new_scale)
-    assert scaler.get_scale() == 8
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without CUDA")
-def test_the_default_scaler_warns_and_is_disabled_without_cuda() -> None:
-    with pytest.warns(UserWarning, match="CUDA is not available"):
-        scaler = ShardedGradScaler()
-    assert not scaler.is_enabled()
 
 
 # -- an accelerator, in tensors that have a device and no values

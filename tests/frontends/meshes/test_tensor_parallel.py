@@ -224,15 +224,6 @@ def test_two_dimensions_train_as_unsharded_also_frozen_in_part_and_with_accumula
     run_ranks(4, in_one_call, [_trains, _accumulates], plan, use_orig_params)
 
 
-@on_ranks(2)
-def test_evaluation_sees_new_weights() -> None:
-    pair = TwoDimensional(whole_sequence, shape=(2, 1), use_orig_params=True)
-    for context in (torch.no_grad, torch.inference_mode):
-        with context():
-            pair.compare_outputs()
-        pair.step(mean_square)
-
-
 # -- clipping
 
 
@@ -437,19 +428,3 @@ def test_sharded_optimizer_state_values_cover_the_full_parameters(tmp_path: Path
             found = FSDP.optim_state_dict(other, its_optimizer)["state"]
             for name, value in expected.items():
                 assert torch.equal(found[name]["momentum_buffer"], value), (kind, target, name)
-
-
-@on_ranks(2)
-def test_a_copy_trains_on_its_own() -> None:
-    pair = TwoDimensional(whole_sequence, shape=(2, 1))
-    pair.step(mean_square)
-    second, before = copy.deepcopy(pair.model), pair.model.state_dict()
-    pair.step(mean_square)
-    for name, value in second.state_dict().items():
-        assert torch.equal(value, before[name]), f"{name!r} has changed with the original"
-    names = [[name for name, _ in each.named_parameters()] for each in (second, pair.model)]
-    assert names[0] == names[1]
-    second.load_state_dict(pair.model.state_dict())
-    pair.model, pair.optim = second, sgd(second.parameters())
-    pair.plain_optim = sgd(pair.plain.parameters())
-    pair.step(mean_square)

@@ -18,6 +18,7 @@ import fsdp_compat
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import ShardingStrategy, StateDictType, StateError, UsageError, checkpoint
 from tests.support.models import DIM, Block, Stack, Tied, chain
+from tests.support.pairwise import each_value
 from tests.support.parity import (
     Pair,
     assert_same_values,
@@ -222,6 +223,7 @@ def test_other_memory_of_parameters_that_are_gathered_again_counts() -> None:
     assert_same_values(found[1], found[0], "value or gradient", 0.0)
 
 
+@each_value
 @pytest.mark.parametrize("when", ["in forward", "before backward", "in evaluation"])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @on_ranks(2)

@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat import MixedPrecision, ShardingStrategy, StateError
+from fsdp_compat import ShardingStrategy, StateError
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.beside_torch import assert_as_torch, trained
+from tests.support.cases import about
 from tests.support.models import DIM, Block, Shifted, chain
 from tests.support.parity import Pair, assert_same_values, both_forms, seeded, vectors
 from tests.support.ranks import on_ranks
@@ -52,19 +53,19 @@ CONVERSIONS: dict[str, tuple[Callable[[nn.Module], nn.Module], torch.dtype, str]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("how", CONVERSIONS)
 @on_ranks("num_ranks")
-def test_new_model_trains_in_the_dtype_it_is_converted_to(num_ranks: int, how: str) -> None:
-    convert, dtype, strategy = CONVERSIONS[how]
-    plain = convert(seeded(NETWORK))
-    model = wrapped(use_orig_params=True, sharding_strategy=ShardingStrategy[strategy])
-    before = list(map(id, model.parameters()))
-    assert convert(model) is model
-    assert list(map(id, model.parameters())) == before, "an optimizer made before goes on working"
-    assert {p.dtype for p in model.parameters()} == {dtype}
-    assert [b.dtype for b in model.buffers()] == [b.dtype for b in plain.buffers()]
-    assert_same_values(model.state_dict(), plain.state_dict(), "converted value", 0.0)
-    trains(plain, model, dtype)
+def test_new_model_trains_in_the_dtype_it_is_converted_to(num_ranks: int) -> None:
+    for how, (convert, dtype, strategy) in CONVERSIONS.items():
+        with about(how):
+            plain = convert(seeded(NETWORK))
+            model = wrapped(use_orig_params=True, sharding_strategy=ShardingStrategy[strategy])
+            before = list(map(id, model.parameters()))
+            assert convert(model) is model
+            assert list(map(id, model.parameters())) == before, "an optimizer made before goes on"
+            assert {p.dtype for p in model.parameters()} == {dtype}
+            assert [b.dtype for b in model.buffers()] == [b.dtype for b in plain.buffers()]
+            assert_same_values(model.state_dict(), plain.state_dict(), "converted value", 0.0)
+            trains(plain, model, dtype)
 
 
 def _converts(library: Any, model: Any) -> None:
@@ -76,35 +77,13 @@ def _low_vectors(generator: torch.Generator) -> Tensor:
 
 
 @both_forms
-@pytest.mark.parametrize(
-    "precision",
-    [
-        {},
-        {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
-        {"param_dtype": torch.float32},
-    ],
-)
 @on_ranks(2)
-def test_training_after_a_conversion_is_bit_equal_to_torch(
-    precision: dict[str, Any], use_orig_params: bool
-) -> None:
+def test_training_after_a_conversion_is_bit_equal_to_torch(use_orig_params: bool) -> None:
     """Dtypes that mixed precision sets take precedence over the dtype of the shards."""
-    options = {"precision": precision, "use_orig_params": use_orig_params}
-    assert_as_torch(partial(trained, prepare=_converts, batch=_low_vectors, **options))
-
-
-@both_forms
-@on_ranks(2)
-def test_mixed_precision_and_buffers_follow_a_conversion(use_orig_params: bool) -> None:
-    """Buffers are still cast, without loss; batch norms compute in their own new dtype."""
-    precision = MixedPrecision(param_dtype=torch.float32, buffer_dtype=torch.bfloat16)
-    model = wrapped(use_orig_params=use_orig_params, mixed_precision=precision).double()
-    assert [b.dtype for b in model.buffers()] == [torch.bfloat16, *[torch.float64] * 2, torch.int64]
-    state = model.state_dict()
-    assert torch.equal(state["0.shift"], seeded(NETWORK)[0].shift.double())
-    assert {value.dtype for value in state.values()} == {torch.float64, torch.int64}
-    model(batch(torch.float32)).sum().backward()
-    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float64}
+    low = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    for precision in ({}, low, {"param_dtype": torch.float32}):
+        options = {"precision": precision, "use_orig_params": use_orig_params}
+        assert_as_torch(partial(trained, prepare=_converts, batch=_low_vectors, **options), options)
 
 
 @both_forms

@@ -28,14 +28,14 @@ from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.memory import NewBytes
 from tests.support.models import DIM, WIDE, Block, Lora, Stack, chain, frozen
-from tests.support.pairwise import each_value, pairwise
+from tests.support.pairwise import each_value
 from tests.support.parity import both_forms, make_pair, seeded, square, wide_vectors
 from tests.support.ranks import on_ranks
 from tests.support.same_host import MESSAGES
 from tests.support.traffic import collectives
 
 BF16 = torch.bfloat16
-FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID, HYBRID_ZERO2 = ShardingStrategy
+FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, *_ = ShardingStrategy
 
 
 # -- bytes
@@ -126,38 +126,33 @@ def test_frozen_parameters_of_every_dtype_are_gathered_byte_for_byte(
     model(x)
 
 
-@pairwise
+@each_value
 @both_forms
-@pytest.mark.parametrize("loads_into", [False, True])
-@pytest.mark.parametrize("to_cpu", [False, True])
-@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
-@pytest.mark.parametrize("precision", [None, LOW])
-@pytest.mark.parametrize("num_ranks", [1, 3])
-@on_ranks("num_ranks")
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        (StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=True)),
+        (StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig()),
+    ],
+)
+@on_ranks(3)
 def test_state_dicts_preserve_frozen_parameters_byte_for_byte(
-    num_ranks: int,
-    precision: MixedPrecision | None,
-    kind: str,
-    to_cpu: bool,
-    loads_into: bool,
-    use_orig_params: bool,
+    kind: StateDictType, config: Any, use_orig_params: bool
 ) -> None:
-    """Saved with one use_orig_params, and loaded with another or the same."""
-    config = {"FULL_STATE_DICT": FullStateDictConfig, "SHARDED_STATE_DICT": ShardedStateDictConfig}
-    form, file = (StateDictType[kind], config[kind](offload_to_cpu=to_cpu)), io.BytesIO()
-    model = _codes(use_orig_params=use_orig_params, mixed_precision=precision)
-    with FSDP.state_dict_type(model, *form):
-        state = model.state_dict()
-    if kind == "FULL_STATE_DICT":
-        unwrapped = Codes(False)
-        unwrapped.load_state_dict({name: state[f"1.{name}"] for name in unwrapped.state_dict()})
-        unwrapped.assert_kept()
-    torch.save(state, file)
+    """Loaded with the other use_orig_params."""
+    file, states = io.BytesIO(), list[Any]()
+    for filled, form in ((True, use_orig_params), (False, not use_orig_params)):
+        model = _codes(filled, use_orig_params=form, mixed_precision=LOW)
+        FSDP.set_state_dict_type(model, kind, config)
+        states.append(model.state_dict())
+    torch.save(states[0], file)
     file.seek(0)
-    later = _codes(False, use_orig_params=loads_into, mixed_precision=precision)
-    with FSDP.state_dict_type(later, *form):
-        later.load_state_dict(torch.load(file, weights_only=False))
-    later(torch.ones(2, DIM))
+    model.load_state_dict(torch.load(file, weights_only=False))
+    model(torch.ones(2, DIM))
+    if kind is StateDictType.FULL_STATE_DICT:
+        unwrapped = Codes(False)
+        unwrapped.load_state_dict({name: states[0][f"1.{name}"] for name in unwrapped.state_dict()})
+        unwrapped.assert_kept()
 
 
 @both_forms
@@ -270,24 +265,6 @@ def test_parameter_subclasses_survive_with_attributes_methods_and_functions(
             assert first.weight.scale == 0.03, "attributes are copied"
 
 
-@both_forms
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@on_ranks("num_ranks")
-def test_attributes_set_on_the_original_after_wrapping_reach_forward(
-    num_ranks: int, use_orig_params: bool
-) -> None:
-    module, x = PackedLinear(), torch.ones(1, DIM)
-    kept_by_user = module.weight
-    model = FSDP(module, use_orig_params=use_orig_params)
-    one = model(x)
-    kept_by_user.scale = 0.0
-    zero = model(x)
-    assert not torch.equal(one, zero)
-    with FSDP.summon_full_params(model):
-        assert torch.equal(zero, module.linear.bias.detach().tanh().expand(1, -1))
-    assert kept_by_user.uses == 2
-
-
 # -- memory for gradients
 
 
@@ -311,7 +288,7 @@ def test_gradients_use_memory_for_trainable_elements_only(use_orig_params: bool)
 @each_value
 @both_forms
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
-@pytest.mark.parametrize("width", [DIM, 184])  # more than 65,536 elements have a hook of their own
+@pytest.mark.parametrize("width", [DIM, 184])  # of 65,536 elements and more: a hook of their own
 @on_ranks(2)
 def test_requires_grad_change_takes_effect_at_the_next_forward(
     width: int, strategy: ShardingStrategy, use_orig_params: bool
@@ -345,18 +322,6 @@ def test_requires_grad_change_takes_effect_at_the_next_forward(
     for loss in losses:
         loss.backward()
     pair.compare_and_update()
-    pair.step()
-
-
-@on_ranks(2)
-def test_freezing_between_accumulated_backwards_keeps_other_gradients() -> None:
-    """They are still reduced, as they would stay in ``.grad`` without sharding."""
-    pair = make_pair(Stack, use_orig_params=True)
-    with pair.model.no_sync():
-        pair.backwards()
-    for model in (pair.plain, pair.model):
-        model.head.requires_grad_(False)
-    pair.plain.head.zero_grad()
     pair.step()
 
 

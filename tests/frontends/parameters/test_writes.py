@@ -4,6 +4,7 @@ torch."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import ShardingStrategy
+from tests.support.cases import about
 from tests.support.models import Block, chain, made_of
 from tests.support.parity import make_pair
 from tests.support.ranks import on_ranks, run_ranks
@@ -51,46 +53,43 @@ def by_numpy(weight: Tensor) -> None:
     weight.detach().numpy()[0, 0] = 3.0
 
 
+# Whether a layer of the first unit, and one of the root, have what one forward has written: in that
+# forward, in its backward, in the next forward, and whether a shard has it.
+LASTS = [
+    (FULL, [True, False, False, False], [True, True, False, False]),
+    (KEPT, [True, True, False, False], [True, True, False, False]),
+    (NONE, [True, True, True, True], [True, True, True, True]),
+]
+
+
 @in_every_way
-@pytest.mark.parametrize("write", [by_data, by_numpy])
-@pytest.mark.parametrize(
-    ("strategy", "inner", "root"),
-    [
-        (FULL, [True, False, False, False], [True, True, False, False]),
-        (KEPT, [True, True, False, False], [True, True, False, False]),
-        (NONE, [True, True, True, True], [True, True, True, True]),
-    ],
-)
 @on_ranks(2)
-def test_a_write_in_forward_lasts_until_its_unit_is_resharded(
-    strategy: str,
-    inner: list[bool],
-    root: list[bool],
-    write: Callable[[Tensor], None],
-    environment: dict[str, str],
-) -> None:
-    """Whether a layer of the first unit, and one of the root, have what one forward has written:
-    in that forward, in its backward, in the next forward, and whether a shard has it."""
-    model = wrapped(strategy)
-    for layer, expected in ((model.module[0].module.up, inner), (model[2], root)):
-        seen: list[bool] = []
+def test_a_write_in_forward_lasts_until_its_unit_is_resharded(environment: dict[str, str]) -> None:
+    for (strategy, *expected), write in itertools.product(LASTS, (by_data, by_numpy)):
+        model = wrapped(strategy)
+        layers = model.module[0].module.up, model[2]
+        with about((strategy, write)):
+            assert [_writes(model, layer, write) for layer in layers] == expected
 
-        def look(module: nn.Module, *_: object, seen: list[bool] = seen) -> None:
-            seen.append(module.weight[0, 0].item() == 3.0)
 
-        handles = [
-            layer.register_forward_pre_hook(lambda module, _: write(module.weight)),
-            layer.register_forward_hook(look),
-            layer.register_full_backward_pre_hook(look),
-        ]
-        loss = model(batch()).sum()
-        handles.pop(0).remove()
-        loss.backward()
-        model(batch()).sum().backward()
-        for handle in handles:
-            handle.remove()
-        is_kept = any((parameter == 3.0).any() for parameter in model.parameters())
-        assert [*seen[:3], is_kept] == expected
+def _writes(model: FSDP, layer: Any, write: Callable[[Tensor], None]) -> list[bool]:
+    seen: list[bool] = []
+
+    def look(module: nn.Module, *_: object) -> None:
+        seen.append(module.weight[0, 0].item() == 3.0)  # type: ignore[index,operator]
+
+    handles = [
+        layer.register_forward_pre_hook(lambda module, _: write(module.weight)),
+        layer.register_forward_hook(look),
+        layer.register_full_backward_pre_hook(look),
+    ]
+    loss = model(batch()).sum()
+    handles.pop(0).remove()
+    loss.backward()
+    model(batch()).sum().backward()
+    for handle in handles:
+        handle.remove()
+    return [*seen[:3], any(bool((parameter == 3.0).any()) for parameter in model.parameters())]
 
 
 def differentiates_again(strategy: str) -> list[Tensor]:
@@ -120,37 +119,35 @@ def test_the_neighbours_of_a_written_element_never_go_stale(strategy: str) -> No
 
 # -- to sharded parameters
 
-
 IN_PLACE = "modified by an inplace operation"
+CHANGED = "changed between forward and backward"
+REFUSED = [  # strategy, fused optimizer, whether a backward comes before the step
+    (FULL, False, False, CHANGED),
+    (KEPT, True, False, CHANGED),
+    (FULL, True, True, IN_PLACE),
+    (KEPT, False, True, IN_PLACE),
+    (NONE, False, False, IN_PLACE),
+]
 
 
 @in_every_way
-@pytest.mark.parametrize(
-    ("strategy", "fused", "retains", "message"),
-    [
-        (FULL, False, False, "changed between forward and backward"),
-        (KEPT, True, False, "changed between forward and backward"),
-        (FULL, True, True, IN_PLACE),
-        (KEPT, False, True, IN_PLACE),
-        (NONE, False, False, IN_PLACE),
-    ],
-)
 @on_ranks(2)
-def test_a_step_between_forward_and_backward_is_refused(
-    strategy: str, fused: bool, retains: bool, message: str, environment: dict[str, str]
-) -> None:
-    """retains: a first backward comes before the step."""
-    model = wrapped(strategy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
-    for _ in range(2):  # as in plain training
-        model(batch()).sum().backward()
+def test_a_step_between_forward_and_backward_is_refused(environment: dict[str, str]) -> None:
+    for strategy, fused, retains, message in REFUSED:
+        model = wrapped(strategy)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+        for _ in range(2):  # as in plain training
+            model(batch()).sum().backward()
+            optimizer.step()
+        loss = model(batch()).pow(2).sum()
+        if retains:
+            loss.backward(retain_graph=True)
         optimizer.step()
-    loss = model(batch()).pow(2).sum()
-    if retains:
-        loss.backward(retain_graph=True)
-    optimizer.step()
-    with pytest.raises((RuntimeError, AssertionError), match=message):
-        loss.backward()
+        with (
+            about((strategy, fused, retains)),
+            pytest.raises((RuntimeError, AssertionError), match=message),
+        ):
+            loss.backward()
 
 
 # A generator and a discriminator in one unit.
@@ -176,14 +173,14 @@ def train_adversaries(model: nn.Module, inner: Any, batches: list[Tensor]) -> No
 
 
 @in_every_way
-@pytest.mark.parametrize("strategy", [FULL, KEPT])
 @on_ranks(2)
 def test_a_step_of_parameters_that_the_graph_has_not_saved_is_legitimate(
-    strategy: str, environment: dict[str, str]
+    environment: dict[str, str],
 ) -> None:
-    strategies = {"sharding_strategy": ShardingStrategy[strategy]}
-    pair = make_pair(ADVERSARIES, auto_wrap_policy=None, use_orig_params=True, **strategies)
-    batches = [torch.randn(3, WIDTH) for _ in range(3)]  # the same on all ranks
-    train_adversaries(pair.plain, pair.plain, batches)
-    train_adversaries(pair.model, pair.model.module, batches)
-    pair.assert_state_equal()
+    for strategy in (FULL, KEPT):
+        options = {"sharding_strategy": ShardingStrategy[strategy], "use_orig_params": True}
+        pair = make_pair(ADVERSARIES, auto_wrap_policy=None, **options)
+        batches = [torch.randn(3, WIDTH) for _ in range(3)]  # the same on all ranks
+        train_adversaries(pair.plain, pair.plain, batches)
+        train_adversaries(pair.model, pair.model.module, batches)
+        pair.assert_state_equal()

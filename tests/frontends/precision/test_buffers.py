@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -17,12 +16,13 @@ from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import MixedPrecision, StateDictType
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.beside_torch import assert_as_torch, trained
-from tests.support.models import DIM, chain
-from tests.support.pairwise import pairwise
+from tests.support.cases import about
+from tests.support.models import DIM, chain, made_of
 from tests.support.parity import backward, both_forms, square
 from tests.support.ranks import on_ranks
 
 FP64, FP32, BF16 = torch.float64, torch.float32, torch.bfloat16
+LINEAR = partial(nn.Linear, DIM, DIM)
 FIELDS = {"param_dtype": BF16, "reduce_dtype": FP32, "buffer_dtype": BF16}
 LOW = MixedPrecision(**FIELDS)
 
@@ -153,26 +153,31 @@ def _assert_total(total: Tensor, expected: Any) -> None:
     assert torch.allclose(total, torch.as_tensor(expected), rtol=1e-2)
 
 
-@pytest.mark.parametrize("how", WRITTEN)
 @on_ranks(2, environment={"FSDP_USE_FULL_PREC_IN_EVAL": "1"})
-def test_forward_writes_to_cast_buffers_are_saved_and_used_in_eval(how: str) -> None:
+def test_forward_writes_to_cast_buffers_are_saved_and_used_in_eval() -> None:
+    for how in WRITTEN:
+        with about(how):
+            _check_writes(how)
+
+
+def _check_writes(how: str) -> None:
     model = FSDP(chain(partial(Writes, how, torch.full((2,), 0.1))), mixed_precision=LOW)
-    module = model.module[0]
+    module, x = model.module[0], torch.ones(2, DIM)
     for expected in (1.1, 2.1, 3.1):
-        backward(square(model, torch.ones(2, DIM)))
+        backward(square(model, x))
         assert "another" in how or module.total.dtype == BF16
         for state in _states(model):
             _assert_total(state["0.total"], expected)
         model.eval()
         with torch.no_grad():
-            model(torch.ones(2, DIM))
+            model(x)
         assert module.seen == FP32
         _assert_total(module.total, expected)
         model.train()
     values = model.state_dict()["0.total"].clone() + 100.123
     model.load_state_dict({**model.state_dict(), "0.total": values})
     _assert_total(model.state_dict()["0.total"], values)
-    backward(square(model, torch.ones(2, DIM)))
+    backward(square(model, x))
     _assert_total(model.state_dict()["0.total"], values + 1)
 
 
@@ -197,58 +202,24 @@ def test_a_buffer_that_several_modules_share_stays_shared() -> None:
 # -- _module_classes_to_ignore
 
 
-class Norms(nn.Module):
-    def __init__(self, affine: bool, layer_norm: bool) -> None:
-        super().__init__()
-        self.first, self.norm = nn.Linear(DIM, DIM), nn.BatchNorm1d(DIM, affine=affine)
-        self.second, self.last = nn.Linear(DIM, DIM), nn.BatchNorm1d(DIM)
-        self.layer = nn.LayerNorm(DIM, elementwise_affine=affine) if layer_norm else nn.Identity()
-        self.head = nn.Linear(DIM, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        between = self.norm(self.first(x)).tanh()
-        assert between.dtype == BF16
-        return self.head(self.layer(self.last(self.second(between))))
+NORMS = made_of(
+    lambda m, x: m.head(m.layer(m.last(m.second(m.norm(m.first(x)).tanh())))),
+    first=LINEAR,
+    norm=partial(nn.BatchNorm1d, DIM, affine=False),
+    second=LINEAR,
+    last=partial(nn.BatchNorm1d, DIM),
+    layer=partial(nn.LayerNorm, DIM),
+    head=partial(nn.Linear, DIM, 3),
+)
 
 
-@pairwise
 @both_forms
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-@pytest.mark.parametrize("units", [(), (nn.Linear,)])
-@pytest.mark.parametrize("affine", [False, True])
-@pytest.mark.parametrize("layer_norm", [False, True])
+@pytest.mark.parametrize(("strategy", "units"), [("FULL_SHARD", ()), ("NO_SHARD", (nn.Linear,))])
 @on_ranks(2)
 def test_norms_compute_in_float32_and_keep_the_running_statistics_of_torch(
-    layer_norm: bool,
-    affine: bool,
-    units: tuple[type[nn.Module], ...],
-    strategy: str,
-    use_orig_params: bool,
+    strategy: str, units: tuple[type[nn.Module], ...], use_orig_params: bool
 ) -> None:
     classes = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm)
     precision = {**FIELDS, "_module_classes_to_ignore": classes}
     options = {"precision": precision, "strategy": strategy, "use_orig_params": use_orig_params}
-    build = partial(Norms, affine, layer_norm)
-    assert_as_torch(partial(trained, build=build, units=units, with_state=True, **options))
-
-
-class Fussy(OnlyBuffers):
-    """A class without parameters that is to be ignored with everything inside it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inside = OnlyBuffers()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inside(super().forward(x))
-
-
-@on_ranks(1)
-def test_ignored_module_classes_are_ignored_with_their_submodules() -> None:
-    build = partial(chain, partial(nn.Linear, DIM, DIM), Fussy)
-    precision = dataclasses.replace(LOW, _module_classes_to_ignore=[Fussy])
-    for policy in (None, ModuleWrapPolicy({nn.Linear}), ModuleWrapPolicy({nn.Sequential})):
-        model = FSDP(chain(build, build), auto_wrap_policy=policy, mixed_precision=precision)
-        assert model(torch.ones(1, DIM)).dtype == BF16
-        seen = [m.seen for m in model.modules() if isinstance(m, OnlyBuffers)]
-        assert seen == [(FP32, FP32)] * 4
+    assert_as_torch(partial(trained, build=NORMS, units=units, with_state=True, **options))

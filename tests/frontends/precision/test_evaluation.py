@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import MixedPrecision, ShardingStrategy
-from tests.support.models import DIM, Block, RecomputesBlocks, Shifted, Stack, chain
+from tests.support.models import DIM, Block, Shifted, Stack, chain
 from tests.support.pairwise import each_value
 from tests.support.parity import (
     assert_close,
@@ -32,7 +32,6 @@ both_strategies = pytest.mark.parametrize(
     ("num_ranks", "strategy"),
     [
         (1, ShardingStrategy.FULL_SHARD),
-        (2, ShardingStrategy.FULL_SHARD),
         (2, ShardingStrategy.SHARD_GRAD_OP),
     ],
 )
@@ -68,8 +67,7 @@ LINEAR, NORM = partial(nn.Linear, DIM, DIM), partial(nn.BatchNorm1d, DIM)
 @pytest.mark.parametrize(
     ("build", "num_ranks", "strategy", "use_orig_params"),
     [
-        (partial(Stack, 2), 3, ShardingStrategy.FULL_SHARD, True),
-        (Shifted, 2, ShardingStrategy.SHARD_GRAD_OP, False),
+        (partial(Stack, 2), 2, ShardingStrategy.FULL_SHARD, False),
         (partial(chain, LINEAR, NORM, Shifted), 2, ShardingStrategy.SHARD_GRAD_OP, True),
     ],
 )
@@ -184,40 +182,3 @@ def test_each_unit_computes_in_the_precision_of_its_own_mode(
         pair.assert_idle()
         pair.optim.step()
         pair.optim.zero_grad()
-
-
-@pytest.mark.parametrize("allow_unused_units", [False, True])
-@on_evaluating_ranks(2)
-def test_eval_between_forward_and_backward_does_not_change_recomputation(
-    allow_unused_units: bool,
-) -> None:
-    build = partial(RecomputesBlocks, Block, False, num_blocks=2)
-    pair = make_pair(build, mixed_precision=LOW, allow_unused_units=allow_unused_units)
-    model, plain, x = pair.model, pair.plain, _own_batch()
-    low = copy.deepcopy(plain).bfloat16()
-    trained = square(model, x)
-    model.eval()
-    evaluated = square(model, x * 2)
-    with torch.no_grad():
-        assert torch.equal(model(x), plain(x))
-    assert torch.equal(evaluated, square(plain, x * 2))
-    evaluated.backward()
-    model.train()
-    trained.backward()
-    square(plain, x * 2).backward()
-    square(low, x.bfloat16()).backward()
-    _assert_gradients(model, _averages(plain, low))
-    pair.assert_idle()
-
-
-@on_ranks(1)
-def test_environment_variable_is_read_when_the_model_is_wrapped() -> None:
-    found = []
-    for value in ("0", "", "true", "1"):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", value)
-            model = FSDP(nn.Linear(DIM, DIM), mixed_precision=MixedPrecision(param_dtype=BF16))
-        model.eval()
-        with torch.no_grad():
-            found.append(model(torch.ones(1, DIM)).dtype)
-    assert found == [BF16, BF16, BF16, FP32]

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsdp_compat import CPUOffload, ShardingStrategy, StateError
+from fsdp_compat import ShardingStrategy, StateError
 from tests.support.models import (
     DIM,
     Block,
@@ -28,13 +28,12 @@ from tests.support.models import (
     frozen,
     made_of,
 )
-from tests.support.pairwise import each_value, pairwise
+from tests.support.pairwise import each_value
 from tests.support.parity import (
     GRADIENT_MODES,
     assert_close,
     backward,
     both_forms,
-    both_strategies,
     make_pair,
     one_backward,
     sgd,
@@ -45,6 +44,7 @@ from tests.support.parity import (
 from tests.support.ranks import on_ranks
 
 LINEAR = partial(nn.Linear, DIM, DIM)
+KEPT = {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
 elsewhere: list[Tensor] = []
 
 
@@ -315,32 +315,28 @@ CASES: dict[str, tuple[Any, ...]] = {  # for train()
 }
 
 
-@pairwise
 @both_forms
-@both_strategies
 @pytest.mark.parametrize("case", CASES)
 @on_ranks(2)
 def test_however_units_are_called_training_equals_unsharded(
-    case: str, strategy: ShardingStrategy, use_orig_params: bool
+    case: str, use_orig_params: bool
 ) -> None:
-    options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
-    train(*CASES[case], **options)
+    """Every case with each strategy in one of the forms."""
+    is_kept = (list(CASES).index(case) + use_orig_params) % 2
+    train(*CASES[case], use_orig_params=use_orig_params, **(KEPT if is_kept else {}))
 
 
 # -- losses that no module holds
 
-
-KEPT = {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
 LEAVES_ELSEWHERE = made_of(_leaves_loss_elsewhere, a=LINEAR, b=LINEAR)
 
 
-@both_forms
 @on_ranks(2)
-def test_a_loss_in_a_list_works_where_parameters_stay_whole(use_orig_params: bool) -> None:
-    options = {**KEPT, "use_orig_params": use_orig_params}
-    train(partial(chain, *[LEAVES_ELSEWHERE] * 3), (Unit,), _losses_in_a_list, **options)
+def test_a_loss_in_a_list_works_where_parameters_stay_whole() -> None:
+    train(partial(chain, *[LEAVES_ELSEWHERE] * 3), (Unit,), _losses_in_a_list, **KEPT)
 
 
+@each_value
 @both_forms
 @pytest.mark.parametrize(
     ("num_units", "options", "error", "message"),
@@ -363,18 +359,15 @@ def test_a_loss_in_a_list_is_an_error_where_it_cannot_work(
 # -- evaluation
 
 
-@pairwise
+@each_value
 @both_forms
 @pytest.mark.parametrize("strategy", list(ShardingStrategy)[:3])
-@pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("mode", GRADIENT_MODES)
-@on_ranks("num_ranks")
+@on_ranks(2)
 def test_a_forward_without_backward_sees_new_weights_and_leaves_nothing(
-    mode: str, num_ranks: int, offload: bool, strategy: ShardingStrategy, use_orig_params: bool
+    mode: str, strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
-    options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
-    pair = make_pair(Stack, cpu_offload=CPUOffload(offload), **options)
+    pair = make_pair(Stack, sharding_strategy=strategy, use_orig_params=use_orig_params)
     for _ in range(3):  # evaluation comes first
         with GRADIENT_MODES[mode]():
             x = pair.batches()[0]

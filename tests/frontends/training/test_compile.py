@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
@@ -72,12 +72,6 @@ def _blocks_in_wrappers(model: Any, **options: Any) -> Any:
     return model
 
 
-def _inside_units(model: Any, **options: Any) -> Any:
-    for block in model.blocks:
-        block.module.compile(**options)
-    return model
-
-
 def _model_and_blocks(model: Any, **options: Any) -> Any:
     model.compile(**options)
     return _blocks(model, **options)
@@ -98,7 +92,6 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any], dict[str, Any], i
     "blocks in place": (_blocks, _unchanged, KEPT, BLOCKS),
     "blocks that recompute": (_blocks, _unchanged, {"use_orig_params": True}, BLOCKS),
     "blocks that are recomputed": (_blocks, _unchanged, {}, BLOCKS),
-    "inside of units": (_unchanged, _inside_units, {"use_orig_params": True}, BLOCKS),
     "the model in a wrapper": (_unchanged, torch.compile, {}, UNITS),
     "the model and units": (_unchanged, _model_and_blocks, {"use_orig_params": True}, UNITS),
 }
@@ -130,19 +123,6 @@ def test_compiled_modules_train_as_unsharded(name: str) -> None:
         pair.assert_state_equal()
         assert 1 <= first <= most_graphs, first
         assert backend.num_graphs - first <= 2, "compiled again and again"
-
-
-@on_ranks(2)
-def test_a_function_that_calls_the_model_may_be_compiled() -> None:
-    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-        return (model(x * 2).tanh() + 1).pow(2).mean()
-
-    with empty_cache():
-        pair, backend = make_pair(partial(Stack, 2)), Backend("aot_eager")
-        compiled = torch.compile(loss_of, backend=backend)
-        for _ in range(6):
-            pair.step(lambda m, x: backward((compiled if isinstance(m, FSDP) else loss_of)(m, x)))
-        assert 1 <= backend.num_graphs <= 8, backend.num_graphs
 
 
 @on_ranks(2)

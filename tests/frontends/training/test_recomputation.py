@@ -18,6 +18,7 @@ from torch.utils.checkpoint import (
 )
 
 from fsdp_compat import CPUOffload, MixedPrecision, ShardingStrategy
+from tests.support.cases import about
 from tests.support.models import (
     Block,
     ForwardProducts,
@@ -30,7 +31,7 @@ from tests.support.models import (
     saves_everything,
     saves_products,
 )
-from tests.support.pairwise import pairwise
+from tests.support.pairwise import each_value
 from tests.support.parity import backward, both_forms, both_strategies, make_pair, square, train
 from tests.support.ranks import on_ranks
 
@@ -78,25 +79,18 @@ CASES: dict[str, Callable[[bool], tuple[Any, ...]]] = {  # reentrant -> argument
 }
 
 
-@pairwise
 @both_forms
 @both_strategies
-@pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("early_stop", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("case", CASES)
 @on_ranks(2)
 def test_wherever_activations_are_recomputed_training_equals_unsharded(
-    case: str,
-    reentrant: bool,
-    early_stop: bool,
-    offload: bool,
-    strategy: ShardingStrategy,
-    use_orig_params: bool,
+    reentrant: bool, strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
-    with set_checkpoint_early_stop(early_stop):
-        train(*CASES[case](reentrant), cpu_offload=CPUOffload(offload), **options)
+    for number, (name, case) in enumerate(CASES.items()):
+        offload = CPUOffload((number + use_orig_params) % 2 == 0)
+        with about(name), set_checkpoint_early_stop(number % 3 > 0):
+            train(*case(reentrant), cpu_offload=offload, **options)
 
 
 # -- selective checkpoints, which save what a policy says
@@ -120,27 +114,27 @@ def _counts_products(
     return loss.detach()
 
 
-@pairwise
+@each_value
 @both_forms
 @both_strategies
-@pytest.mark.parametrize("policy", [saves_products, saves_everything, saves_nothing])
-@pytest.mark.parametrize("where", ["inside", "around one", "around two", "around the root"])
 @on_ranks(2)
 def test_a_checkpoint_saves_what_its_policy_says(
-    where: str, policy: Any, strategy: ShardingStrategy, use_orig_params: bool
+    strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
-    how = _selective(policy)
-    # A recomputation ends before its last product, which backward does not need.
-    build, recomputed = {
-        "inside": (partial(Stack, 3, partial(Recomputed, False, **how)), 3),
-        "around one": (partial(RecomputesBlocks, Block, False, 1, **how), 4),
-        "around two": (partial(RecomputesBlocks, Block, False, 2, **how), 6),
-        "around the root": (Stack, 8),
-    }[where]
-    expected = recomputed if policy is saves_nothing else 0
-    step = partial(_counts_products, expected, how if where == "around the root" else None)
     options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
-    train(build, step=step, num_steps=3, **options)
+    for policy in (saves_products, saves_everything, saves_nothing):
+        how = _selective(policy)
+        # A recomputation ends before its last product, which backward does not need.
+        for build, recomputed, around in (
+            (partial(Stack, 3, partial(Recomputed, False, **how)), 3, None),
+            (partial(RecomputesBlocks, Block, False, 1, **how), 4, None),
+            (partial(RecomputesBlocks, Block, False, 2, **how), 6, None),
+            (Stack, 8, how),
+        ):
+            expected = recomputed if policy is saves_nothing else 0
+            step = partial(_counts_products, expected, around)
+            with about((policy, recomputed)):
+                train(build, step=step, num_steps=3, **options)
 
 
 # -- mixed precision
@@ -159,22 +153,20 @@ def _gradients_in_bf16(build: Any, around: dict[str, Any] | None, **options: Any
     return [*losses, *(p.grad for p in pair.model.parameters() if p.grad is not None)]
 
 
-@pairwise
+@each_value
 @both_forms
 @both_strategies
-@pytest.mark.parametrize("kind", ["reentrant", "not reentrant", "selective"])
-@pytest.mark.parametrize("where", ["around blocks", "around the root"])
 @on_ranks(2)
 def test_a_recomputation_casts_its_inputs_as_the_forward_did(
-    where: str, kind: str, strategy: ShardingStrategy, use_orig_params: bool
+    strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
-    reentrant = kind == "reentrant"
-    how = _selective(saves_products) if kind == "selective" else {}
-    build, around = partial(RecomputesBlocks, Block, reentrant, **how), None
-    if where == "around the root":
-        build, around = partial(Stack, 4), {"use_reentrant": reentrant, **how}
     options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
     expected = _gradients_in_bf16(partial(Stack, 4), None, **options)
-    found = _gradients_in_bf16(build, around, **options)
-    assert all(map(torch.equal, found, expected))
-    assert len(found) == len(expected)
+    hows: list[tuple[bool, dict[str, Any]]] = [(True, {}), (False, {})]
+    for reentrant, how in (*hows, (False, _selective(saves_products))):
+        for build, around in (
+            (partial(RecomputesBlocks, Block, reentrant, **how), None),
+            (partial(Stack, 4), {"use_reentrant": reentrant, **how}),
+        ):
+            found = _gradients_in_bf16(build, around, **options)
+            assert len(found) == len(expected) and all(map(torch.equal, found, expected))
