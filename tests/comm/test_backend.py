@@ -17,10 +17,11 @@ from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import ShardingStrategy, checkpoint
 from fsdp_compat.sharded_grad_scaler import ShardedGradScaler
 from fsdp_compat.wrap import ModuleWrapPolicy
-from tests.support.collectives import counting_sends, through_backends
+from tests.support.collectives import counting_sends
 from tests.support.models import DIM, Block, Inner, Outer, Stack
 from tests.support.parity import make_pair
 from tests.support.ranks import on_ranks, run_ranks
+from tests.support.transports import own_collectives
 
 STRATEGIES = [
     ShardingStrategy.FULL_SHARD,
@@ -42,7 +43,7 @@ STRATEGIES = [
 )
 @on_ranks("ranks")
 def test_training_matches_unsharded(ranks: int, options: dict[str, Any]) -> None:
-    with through_backends(), counting_sends() as sent:
+    with own_collectives(), counting_sends() as sent:
         pair = make_pair(lambda: Stack(2, Outer), (Outer, Inner, Block), **options)
         for _ in range(3):
             pair.step()

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_compat import _torch_private
 from fsdp_compat._comm.communicator import communicator
 from fsdp_compat._comm.divergence.store_rendezvous import StoreRendezvous
 from fsdp_compat._comm.mesh import axis_of
@@ -71,11 +70,6 @@ def all_reduced(
     if settle:
         comm.settle("gradients", True)
     return total
-
-
-def through_backends() -> contextlib.AbstractContextManager[Any]:
-    """Inside the context communicators use gloo as any other backend: by its own collectives."""
-    return mock.patch.object(_torch_private, "is_gloo", lambda group, device: False)
 
 
 @contextlib.contextmanager

@@ -266,6 +266,12 @@ def plain_name(name: str) -> str:
     return re.sub("(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)[.]", "", name)
 
 
+def units_of(model: nn.Module) -> dict[str, FSDP]:
+    """Return every unit by name, outer ones first; the root is ""."""
+    named = ((plain_name(f"{name}."), module) for name, module in model.named_modules())
+    return {name.rstrip("."): module for name, module in named if isinstance(module, FSDP)}
+
+
 def reshard(model: nn.Module) -> None:
     """Show all parameters of modules that ``fully_shard`` has sharded as DTensors."""
     for module in model.modules():

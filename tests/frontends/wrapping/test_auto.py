@@ -14,8 +14,8 @@ from torch import nn
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import UsageError, plan
 from tests.support.models import Block, Inner, chain
+from tests.support.parity import units_of
 from tests.support.ranks import on_ranks
-from tests.support.units import units_of
 
 
 class Heads(nn.Module):

@@ -19,9 +19,8 @@ from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.models import DIM, Block, Stack
 from tests.support.pairwise import each_value
-from tests.support.parity import Pair, both_forms, make_pair, one_backward, seeded
+from tests.support.parity import Pair, both_forms, make_pair, one_backward, plain_name, seeded
 from tests.support.ranks import on_ranks
-from tests.support.units import without_wrappers
 
 
 @pytest.mark.parametrize(
@@ -52,7 +51,7 @@ def test_attributes_equal_those_of_torch(prefetch: str | None, flag: bool) -> No
         assert all(m._is_fsdp_managed_module for m in model.module.modules())
         assert all(p._fsdp_flattened for p in model.parameters())
         assert model._flat_param is model._handle.flat_param
-        assert [without_wrappers(name) for name in model._flat_param._fqns] == [
+        assert [plain_name(name) for name in model._flat_param._fqns] == [
             name for name, _ in Block().named_parameters()
         ]
         assert model._handle._offload_params is False

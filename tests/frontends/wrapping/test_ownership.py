@@ -19,9 +19,8 @@ from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.wrap import ModuleWrapPolicy, always_wrap_policy
 from tests.support.models import Stack
 from tests.support.pairwise import pairwise
-from tests.support.parity import Pair, both_forms, make_pair, seeded, square
+from tests.support.parity import Pair, both_forms, make_pair, plain_name, seeded, square
 from tests.support.ranks import on_ranks
-from tests.support.units import without_wrappers
 
 LINEARS = ModuleWrapPolicy({nn.Linear})
 
@@ -84,7 +83,7 @@ def test_parameters_between_steps_are_flat(use_orig_params: bool) -> None:
         assert list(found) == [f"{wrapped}.{unit}_flat_param" for unit in units]
         return
     expected = {name: p.numel() for name, p in pair.plain.named_parameters()}
-    assert [without_wrappers(name) for name in found] == list(expected)
+    assert [plain_name(name) for name in found] == list(expected)
     sizes = torch.tensor([p.numel() for p in found.values()])
     dist.all_reduce(sizes)
     assert sizes.tolist() == list(expected.values())

@@ -26,9 +26,9 @@ from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import MixedPrecision, StateError, UsageError
 from fsdp_compat import wrap as our_wrap
 from tests.support.models import Block, Stack, encoder_layer
+from tests.support.parity import units_of
 from tests.support.ranks import on_ranks
 from tests.support.sampling import at_most
-from tests.support.units import units_of
 
 Units = dict[str, dict[str, Any]]  # name of a module -> settings of its unit
 
