@@ -349,15 +349,23 @@ def test_requires_grad_change_takes_effect_at_the_next_forward(
 
 
 @on_ranks(2)
-def test_freezing_between_accumulated_backwards_keeps_other_gradients() -> None:
-    """They are still reduced, as they would stay in ``.grad`` without sharding."""
+def test_freezing_between_accumulated_backwards_keeps_all_gradients() -> None:
+    """They are still reduced, as they would stay in ``.grad`` without sharding, unless the user
+    clears them: momentum does not move what is frozen then."""
     pair = make_pair(Stack, use_orig_params=True)
-    with pair.model.no_sync():
-        pair.backwards()
-    for model in (pair.plain, pair.model):
-        model.head.requires_grad_(False)
-    pair.plain.head.zero_grad()
-    pair.step()
+    for clears in (False, True):
+        pair.step()  # so that there is momentum
+        with pair.model.no_sync():
+            pair.backwards()
+        for model in (pair.plain, pair.model):
+            model.head.requires_grad_(False)
+        with pair.model.no_sync():
+            pair.backwards()
+        for model in (pair.plain, pair.model) if clears else ():
+            model.head.zero_grad()
+        pair.step()
+        for model in (pair.plain, pair.model):
+            model.head.requires_grad_(True)
 
 
 @on_ranks(2)
