@@ -57,7 +57,9 @@ class ShardedGrads:
             and any(map(Tensor.numel, map(unsharded_params.__getitem__, indices)))
         )
         self.num_held = len(self._params) - len(self._absent)  # that this rank has a part of
-        self.recorded: list[_Recorded | None] = []  # None: does not require gradients
+        self.recorded: list[_Recorded | None] = []  # None: has no gradient in the buffer
+        # Positions with gradients in the buffer, even if the parameter was frozen since.
+        self._waiting = set[int]()
         if grad_dtype is not None:
             for param in self._params:
                 grad, param.grad = param.grad, None  # an existing gradient is converted
@@ -67,6 +69,7 @@ class ShardedGrads:
     def accumulate(self, grads: Sequence[Tensor | None], axes: ReduceAxes, what: str) -> None:
         """Assign reduced gradients, one per sharded parameter, or add them to existing ones."""
         params, is_dtensor = self._params, self.is_dtensor
+        waiting, self._waiting = self._waiting, set()
         if _torch_private.have_gradient_hooks(params):
             axes.settle(what)
             grads = list(map(_torch_private.after_gradient_hooks, params, grads))
@@ -81,8 +84,9 @@ class ShardedGrads:
                 self._run_hooks(params, axes, what)
             return
         taken, sums, addends = list[nn.Parameter](), list[Tensor](), list[Tensor]()
-        for param, grad in zip(params, grads, strict=True):
-            if grad is None if is_dtensor else not param.requires_grad:
+        for position, (param, grad) in enumerate(zip(params, grads, strict=True)):
+            is_taken = param.requires_grad or position in waiting
+            if grad is None if is_dtensor else not is_taken:
                 continue
             taken.append(param)
             if param.grad is None or grad is None:
@@ -133,7 +137,9 @@ class ShardedGrads:
                 param.grad = zeros[position]
             elif param.grad is None and param.requires_grad:
                 param.grad = torch.zeros_like(param, dtype=self._dtype)
-            grad, is_recorded = param.grad, self.is_dtensor or param.requires_grad
+            if self.is_dtensor or param.requires_grad:
+                self._waiting.add(position)
+            grad, is_recorded = param.grad, position in self._waiting
             self.recorded.append(
                 _Recorded(grad, grad._version, is_shown)
                 if grad is not None and is_recorded
@@ -150,6 +156,7 @@ class ShardedGrads:
                 continue
             if param.grad is not before.grad:
                 replaced.append(position)
+                self._waiting.discard(position)
                 continue
             if before.grad._version != before.version:
                 local = _torch_private.local_part(before.grad)

@@ -326,6 +326,26 @@ def test_requires_grad_change_takes_effect_at_the_next_forward(
 
 
 @on_ranks(2)
+def test_freezing_between_accumulated_backwards_keeps_all_gradients() -> None:
+    """They are still reduced, as they would stay in ``.grad`` without sharding, unless the user
+    clears them: momentum does not move what is frozen then."""
+    pair = make_pair(Stack, use_orig_params=True)
+    for clears in (False, True):
+        pair.step()  # so that there is momentum
+        with pair.model.no_sync():
+            pair.backwards()
+        for model in (pair.plain, pair.model):
+            model.head.requires_grad_(False)
+        with pair.model.no_sync():
+            pair.backwards()
+        for model in (pair.plain, pair.model) if clears else ():
+            model.head.zero_grad()
+        pair.step()
+        for model in (pair.plain, pair.model):
+            model.head.requires_grad_(True)
+
+
+@on_ranks(2)
 def test_freezing_some_of_a_flat_parameter_raises_and_whole_units_follow() -> None:
     pair = make_pair(Stack)
     block, inner = pair.model.module.blocks[0], pair.model.module.blocks[0].module.up
