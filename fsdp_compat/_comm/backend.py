@@ -132,8 +132,8 @@ class BackendTransport(Transport):
         self, handle: Handle, own: Tensor, dtype: torch.dtype, what: str, divisor: Tensor | None
     ) -> Tensor:
         handle.held[0].wait()
-        total = handle.received[0].to(dtype)
-        return total if divisor is None else total.div_(divisor)
+        total = handle.received[0]
+        return total if divisor is None else total.to(dtype).div_(divisor)
 
     def begin_all_reduce(self, total: Tensor, tag: int, divisor: Tensor | None = None) -> Handle:
         ranks = self.ranks

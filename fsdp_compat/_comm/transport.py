@@ -249,8 +249,9 @@ class Transport(abc.ABC):
     def end_reduce(
         self, handle: Handle, own: Tensor, dtype: torch.dtype, what: str, divisor: Tensor | None
     ) -> Tensor:
-        """Return the sum [S] as a new tensor of ``dtype``, divided by ``divisor``. own: this rank's
-        segment. The buffer may be freed then, but not written to before ``settle``."""
+        """Return the sum [S] as a new tensor of ``dtype``, divided by ``divisor``; without one, it
+        may keep the buffer's dtype if it was summed in that. own: this rank's segment. The buffer
+        may be freed then, but not written to before ``settle``."""
 
     @abc.abstractmethod
     def begin_all_reduce(self, total: Tensor, tag: int, divisor: Tensor | None = None) -> Handle:

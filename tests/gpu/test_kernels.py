@@ -71,8 +71,8 @@ def kernels(
         ("fully_shard", BF16, 0, 5, WIDTH, 1, 7),  # beside one copy to the host
         ("fully_shard", BF16, 1, 0, WIDTH, 1, 7),
         ("fully_shard", BF16, 3, 0, WIDTH, 1, 9),  # one per 0-d parameter
-        ("fully_shard", FP16, 0, 0, WIDTH, 1, 10),
-        ("fully_shard", FP16, 0, 5, WIDTH, 1, 11),
+        ("fully_shard", FP16, 0, 0, WIDTH, 1, 8),
+        ("fully_shard", FP16, 0, 5, WIDTH, 1, 9),
         # Gradients are added by one kernel, those of the unsharded model by 8.
         ("fully_shard", BF16, 0, 0, WIDTH, 2, 2 * 6 + 1 - 8),
     ],
