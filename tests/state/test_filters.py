@@ -32,7 +32,6 @@ from tests.support.odd_model import (
 from tests.support.optimizer_state import FEW_CONFIGS, FULL, SHARDED, sent
 from tests.support.parity import local, seeded
 from tests.support.ranks import on_ranks
-from tests.support.sampling import sample
 
 Filter = Callable[[str], bool] | str
 CONFIGS = [*FEW_CONFIGS[:3], ("MESH", False, "blocks"), ("ROWS", True, "blocks")]
@@ -59,9 +58,8 @@ def chosen(plain: nn.Module, choice: Filter) -> dict[str, Any]:
 CHOICES: tuple[Filter, ...] = (is_adapter, is_some, "trainable", lambda name: False)
 
 
-@pytest.mark.parametrize("world_size", sample([1, 3], 1))
-@on_ranks("world_size")
-def test_a_filter_chooses_the_same_entries_as_for_the_unsharded_model(world_size: int) -> None:
+@on_ranks(3)
+def test_a_filter_chooses_the_same_entries_as_for_the_unsharded_model() -> None:
     plain, on_rank0 = make_model(), FullStateDictConfig(rank0_only=True, offload_to_cpu=True)
     for config in CONFIGS:
         model = shard(make_model(), config)
@@ -81,7 +79,7 @@ def test_a_filter_chooses_the_same_entries_as_for_the_unsharded_model(world_size
         assert_identical(model.state_dict(filter=is_adapter), chosen(plain, is_adapter))
         with pytest.raises(StateError, match="summon_full_params"):
             next(iter_full_state_dict(model))
-    for wrong in (3, "all", lambda: True):
+    for wrong in ("all", lambda: True):
         with pytest.raises(UsageError, match="filter"):
             model.state_dict(filter=wrong)
 
@@ -89,7 +87,8 @@ def test_a_filter_chooses_the_same_entries_as_for_the_unsharded_model(world_size
 @on_ranks(3)
 def test_a_filtered_sharded_dict_holds_compact_copies_that_dcp_takes(tmp_path: Path) -> None:
     plain = make_model(1, block=Block)
-    for (number, config), choice in itertools.product(enumerate(CONFIGS[:4]), CHOICES[:3]):
+    for number, choice in itertools.product(range(4), CHOICES[:3]):
+        config, folder = CONFIGS[number], f"{tmp_path}/{number}/{CHOICES.index(choice)}"
         model = shard(make_model(1, block=Block), config)
         expected = chosen(plain, choice)
         sent(model)
@@ -102,7 +101,6 @@ def test_a_filtered_sharded_dict_holds_compact_copies_that_dcp_takes(tmp_path: P
             storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
             held = sum(storage.nbytes() for storage in storages.values())
             assert held == sum(t.nbytes for t in tensors), f"{name} keeps more than it shows"
-        folder = f"{tmp_path}/{number}/{CHOICES.index(choice)}"
         dcp.save(found, checkpoint_id=folder)
         other = shard(make_model(2, block=Block), CONFIGS[(number + 1) % 3])
         with FSDP.state_dict_type(other, SHARDED):
@@ -146,22 +144,20 @@ def test_a_filtered_adapter_moves_only_its_own_bytes() -> None:
         assert sent(model) == (0, 0)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@on_ranks("world_size")
-def test_the_state_is_streamed_unit_by_unit_with_ties_together(world_size: int) -> None:
+@on_ranks(2)
+def test_the_state_is_streamed_unit_by_unit_with_ties_together() -> None:
     expected = make_model(block=Block).state_dict()
+    order = [name for name in expected if name != "head.weight"]
+    order.insert(order.index("embed.weight") + 1, "head.weight")
+    order.sort(key=lambda name: name.startswith("blocks"))
+    rounded = {k: v.bfloat16() if v.is_floating_point() else v for k, v in expected.items()}
     for config in (FEW_CONFIGS[0], ("FULL_SHARD", True, "blocks")):
         model = shard(make_model(block=Block), config)
         pairs = list(iter_full_state_dict(model))
-        order = [name for name in expected if name != "head.weight"]
-        order.insert(order.index("embed.weight") + 1, "head.weight")
-        order.sort(key=lambda name: name.startswith("blocks"))
         assert [name for name, _ in pairs] == order, "the root's first, a tie's together"
-        found = dict(pairs)
-        assert found["embed.weight"] is found["head.weight"]
         cast = dict(iter_full_state_dict(model, device=None, dtype=torch.bfloat16))
-        assert cast["embed.weight"] is cast["head.weight"]
-        rounded = {k: v.bfloat16() if v.is_floating_point() else v for k, v in expected.items()}
+        for found in (dict(pairs), cast):
+            assert found["embed.weight"] is found["head.weight"]
         assert_same(cast, rounded)
         live = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
         for name, value in pairs:
@@ -176,8 +172,6 @@ def test_the_state_is_streamed_unit_by_unit_with_ties_together(world_size: int) 
     found = dict(iter_full_state_dict(container))
     assert_same(found, whole.state_dict())
     assert found["first.w.weight"] is found["again.w.weight"]
-    with pytest.raises(UsageError, match="module"):
-        iter_full_state_dict(3)  # type: ignore[arg-type]
     for wrong in ({"dtype": torch.int64}, {"device": "nowhere"}):
         with pytest.raises(UsageError, match=next(iter(wrong))):
             iter_full_state_dict(container, **wrong)

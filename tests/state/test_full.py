@@ -26,6 +26,7 @@ from tests.support.odd_model import (
     OddModel,
     assert_holds,
     assert_identical,
+    assert_same,
     make_model,
     shard,
     sharded_state,
@@ -33,11 +34,9 @@ from tests.support.odd_model import (
     train,
 )
 from tests.support.optimizer_state import FEW_CONFIGS, FULL, SHARDED, num_sent
-from tests.support.parity import both_forms
 from tests.support.ranks import on_ranks
-from tests.support.sampling import sample
 
-FLAT, UNSHARDED = FEW_CONFIGS[0], FEW_CONFIGS[3]
+FLAT = FEW_CONFIGS[0]
 CONFIGS: tuple[Config, ...] = (*FEW_CONFIGS, ("SHARD_GRAD_OP", False, "none"))
 
 
@@ -64,13 +63,10 @@ def built(wrap: Any, unit: Any) -> nn.Module:
     return nn.ModuleDict({**parts, "again": parts["outside"]})
 
 
-@both_forms
 @on_ranks(2)
-def test_units_in_containers_twice_and_in_checkpoint_wrappers_leave_no_trace_in_names(
-    use_orig_params: bool,
-) -> None:
+def test_units_in_containers_twice_and_in_checkpoint_wrappers_leave_no_trace_in_names() -> None:
     def wrapped_afterwards(module: nn.Module) -> FSDP:
-        around = FSDP(module, use_orig_params=use_orig_params)
+        around = usual(module)
         around._fsdp_wrapped_module = checkpoint_wrapper(module)
         return around
 
@@ -79,16 +75,14 @@ def test_units_in_containers_twice_and_in_checkpoint_wrappers_leave_no_trace_in_
 
     plain = built(as_it_is, as_it_is)
     expected = plain.state_dict()
-    usual = functools.partial(FSDP, use_orig_params=use_orig_params)
-    for wrap, unit in (
-        (as_it_is, usual),
-        (checkpoint_wrapper, usual),
-        (as_it_is, wrapped_afterwards),
+    for use_orig_params, (wrap, unit) in itertools.product(
+        (False, True), ((as_it_is, FSDP), (checkpoint_wrapper, FSDP), (as_it_is, None))
     ):
+        usual = functools.partial(FSDP, use_orig_params=use_orig_params)
+        unit = wrapped_afterwards if unit is None else usual
         model, around = built(wrap, unit), usual(built(wrap, unit))
-        for prefix in ("", "a.b."):
-            below = plain["below"].state_dict(prefix=prefix)
-            assert_plain(model["below"].state_dict(prefix=prefix), below)
+        below = plain["below"].state_dict(prefix="a.b.")
+        assert_plain(model["below"].state_dict(prefix="a.b."), below)
         for target in (model, around):
             found = target.state_dict()
             assert_plain(found, expected)
@@ -102,43 +96,48 @@ def test_units_in_containers_twice_and_in_checkpoint_wrappers_leave_no_trace_in_
         assert_plain(around.state_dict(), expected)
 
 
-@pytest.mark.parametrize("world_size", sample([1, 2], 1))
-@on_ranks("world_size")
-def test_values_are_compact_copies_and_only_rank_0_gets_them_if_asked(world_size: int) -> None:
+@on_ranks(2)
+def test_values_are_compact_copies_and_only_rank_0_gets_them_if_asked() -> None:
     plain = make_model()
-    expected = plain.state_dict()
+    expected, block = plain.state_dict(), plain.blocks[0].state_dict()
     for config in (*FEW_CONFIGS, ("NO_SHARD", True, "none")):
         model = shard(copy.deepcopy(plain), config)
-        for offload_to_cpu, rank0_only in itertools.product((False, True), (False, True)):
-            form = FullStateDictConfig(offload_to_cpu=offload_to_cpu, rank0_only=rank0_only)
+        for rank0_only in (False, True):
+            form = FullStateDictConfig(offload_to_cpu=rank0_only, rank0_only=rank0_only)
             with FSDP.state_dict_type(model, FULL, form):
                 found = model.state_dict()
-                inner = model.blocks[0].state_dict() if config[2] == "blocks" else {}
+                inner = model.blocks[0].state_dict() if config[2] == "blocks" else block
             if rank0_only and dist.get_rank() != 0:
-                assert not found and not inner
-            else:
-                assert_plain(found, expected)
-                assert_plain(inner, plain.blocks[0].state_dict() if config[2] == "blocks" else {})
-                for name, parameter in plain.named_parameters():
-                    assert found[name].untyped_storage().nbytes() == parameter.nbytes, name
-                    if not name.startswith("ignored"):
-                        found[name].fill_(7.0)  # a copy is the caller's
-            assert_plain(model.state_dict(), expected)
+                assert not found and (not inner or inner is block)
+                continue
+            assert_plain(found, expected)
+            assert_plain(inner, block)
+            for name, parameter in plain.named_parameters():
+                assert found[name].untyped_storage().nbytes() == parameter.nbytes, name
+                if not name.startswith("ignored"):
+                    found[name].fill_(7.0)  # a copy is the caller's
+        assert_plain(model.state_dict(), expected)
 
 
-@pytest.mark.parametrize("config", [*FEW_CONFIGS, ("NO_SHARD", True, "blocks")])
 @on_ranks(2)
-def test_saving_between_and_within_steps_changes_nothing(config: Config) -> None:
+def test_saving_and_summoning_between_and_within_steps_change_nothing() -> None:
     tokens = torch.tensor([1, 2, 3, 4, 5])
 
-    def losses(save: bool) -> list[float]:
+    def losses(config: Config, save: bool) -> list[float]:
         model = shard(make_model(), config)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
         found = []
         for number in range(3):
             optimizer.zero_grad()
+            if number == 2:  # gradients that wait are not lost
+                with model.no_sync():
+                    model(tokens.flip(0)).square().sum().backward()
             loss = F.cross_entropy(model(tokens), tokens.roll(1))
             before = model.state_dict() if save else {}  # between forward and backward
+            if save:
+                with FSDP.summon_full_params(model, writeback=False):
+                    shown = dict(model.named_parameters())
+                    assert_same(shown, {name: before[name] for name in shown})
             loss.backward()
             if save:
                 assert_plain(model.state_dict(), before)
@@ -154,32 +153,14 @@ def test_saving_between_and_within_steps_changes_nothing(config: Config) -> None
                 model.load_state_dict(before)
                 model.load_state_dict(after)
                 model.train()
-        return found
+        return [*found, *(p.detach().sum().item() for p in model.parameters())]
 
-    assert losses(save=True) == losses(save=False)
+    for config in (*FEW_CONFIGS, ("NO_SHARD", True, "blocks")):
+        assert losses(config, save=True) == losses(config, save=False)
 
 
-@both_forms
 @on_ranks(2)
-def test_unreduced_gradients_survive(use_orig_params: bool) -> None:
-    tokens, grads = torch.tensor([1, 2, 3, 4]), []
-    for save in (False, True):
-        model = shard(make_model(), ("FULL_SHARD", use_orig_params, "blocks"))
-        with model.no_sync():
-            model(tokens).square().sum().backward()
-        if save:
-            model.state_dict()
-            with FSDP.summon_full_params(model):
-                pass
-        model(tokens.flip(0)).sum().backward()
-        grads.append([p.grad for p in model.parameters() if p.grad is not None])
-    assert len(grads[0]) == len(grads[1]) > 0
-    assert all(map(torch.equal, *grads)), "gradients that wait are not lost"
-
-
-@pytest.mark.parametrize("world_size", sample([1, 2], 1))
-@on_ranks("world_size")
-def test_ten_saves_leave_no_memory_behind_and_hold_one_unit_at_a_time(world_size: int) -> None:
+def test_saves_leave_no_memory_behind_and_hold_one_unit_at_a_time() -> None:
     plain = stack()
     plain[0].frozen = nn.Parameter(torch.randn(64, 64), requires_grad=False)  # another group
     plain.register_buffer("table", torch.randn(50, 2)[:3])  # it views a larger tensor
@@ -191,51 +172,47 @@ def test_ten_saves_leave_no_memory_behind_and_hold_one_unit_at_a_time(world_size
     for (form, config), choice in itertools.product(forms, (None, lambda name: name != "1.weight")):
         with FSDP.state_dict_type(model, form, config):
             allocated = []
-            for number in range(10):
+            for _ in range(4):
                 with NewBytes() as new:
                     state = model.state_dict(filter=choice)
-                allocated += [allocated_nbytes()] if number in (0, 9) else []
+                allocated.append(allocated_nbytes())
                 if form is FULL:
                     assert new.now == sum(value.nbytes for value in state.values())
                     assert new.peak <= new.now + unit_nbytes, "one group beside the result"
                 del state
-            assert allocated[0] == allocated[1]
+            assert allocated[0] == allocated[-1]
             assert new.now == 0
         if config is not None and dist.get_rank() != 0:
             assert 0 < new.peak <= unit_nbytes, "a rank that keeps nothing holds one unit"
-    for value in model.state_dict().values():
-        assert value.untyped_storage().nbytes() == value.nbytes
+    table = model.state_dict()["table"]
+    assert table.untyped_storage().nbytes() == table.nbytes
 
 
 # --- loading --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world_size", sample([1, 3], 1))
-@on_ranks("world_size")
-def test_whole_values_load_without_communication_also_others_dtypes_parts_and_ties(
-    world_size: int,
-) -> None:
-    other = model_of(1)
-    wanted = other.state_dict()
+@on_ranks(3)
+def test_whole_values_load_without_communication_also_other_dtypes_parts_and_ties() -> None:
+    wanted = model_of(1).state_dict()
+    half = {
+        name: v.half() if isinstance(v, Tensor) and v.is_floating_point() else v
+        for name, v in wanted.items()
+    }
     for config in CONFIGS:
         model = shard(make_model(), config)
         before = num_sent(model)
         assert str(model.load_state_dict(wanted)) == "<All keys matched successfully>"
         assert num_sent(model) == before, "loading full values sends nothing"
-        assert list(wanted) == list(other.state_dict()), "the caller's dict is left as it was"
+        assert list(wanted) == list(model_of(1).state_dict()), "the caller's dict is as it was"
         assert model.blocks[1].note == "seed 1"
         assert_plain(model.state_dict(), wanted)
-        assert step(model) == pytest.approx(step(copy.deepcopy(other)), rel=1e-6)
+        assert step(model) == pytest.approx(step(model_of(1)), rel=1e-6)
         model.load_state_dict(wanted, assign=True)
         assert_plain(model.state_dict(), wanted)
         if config[2] != "none":
             block = model_of(2).blocks[0].state_dict()
             model.blocks[0].load_state_dict(block)
             assert_plain(model.blocks[0].state_dict(), block)
-        half = {
-            name: v.half() if isinstance(v, Tensor) and v.is_floating_point() else v
-            for name, v in wanted.items()
-        }
         for left_out in ("embed.weight", "head.weight"):  # a tie has two names
             one = {name: value for name, value in half.items() if name != left_out}
             assert model.load_state_dict(one, strict=False).unexpected_keys == []
@@ -248,15 +225,18 @@ def test_whole_values_load_without_communication_also_others_dtypes_parts_and_ti
 
 @on_ranks(2)
 def test_missing_unexpected_and_misshapen_entries_are_reported_as_by_torch() -> None:
-    for config in CONFIGS:
+    incomplete = make_model(1).state_dict()
+    for name in ("up.weight", "norm.running_mean", "_extra_state"):
+        del incomplete[f"blocks.1.{name}"]
+    del incomplete["cube"]
+    for name in ("blocks.0.up.surplus", "surplus", "blocks.surplus.weight"):
+        incomplete[name] = torch.zeros(1)
+    wrong = make_model(1).state_dict()
+    wrong["blocks.1.up.weight"] = torch.zeros(5, 6)
+    wrong["blocks.1.norm.running_mean"] = torch.zeros(4)
+    for config in CONFIGS[1:4]:
         plain = make_model()
         model = shard(copy.deepcopy(plain), config)
-        incomplete = make_model(1).state_dict()
-        for name in ("up.weight", "norm.running_mean", "_extra_state"):
-            del incomplete[f"blocks.1.{name}"]
-        del incomplete["cube"]
-        for name in ("blocks.0.up.surplus", "surplus", "blocks.surplus.weight"):
-            incomplete[name] = torch.zeros(1)
         expected = plain.load_state_dict(incomplete, strict=False)
         answer = model.load_state_dict(incomplete, strict=False)
         assert sorted(answer.missing_keys) == sorted(expected.missing_keys)
@@ -266,10 +246,6 @@ def test_missing_unexpected_and_misshapen_entries_are_reported_as_by_torch() -> 
             model.load_state_dict(incomplete)
         for name in (*expected.missing_keys, *expected.unexpected_keys):
             assert f'"{name}"' in str(caught.value), str(caught.value)
-
-        wrong = make_model(1).state_dict()
-        wrong["blocks.1.up.weight"] = torch.zeros(5, 6)
-        wrong["blocks.1.norm.running_mean"] = torch.zeros(4)
         for strict in (True, False):
             with pytest.raises(RuntimeError) as caught:
                 model.load_state_dict(wrong, strict=strict)
@@ -300,7 +276,7 @@ def alone(state: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "config"), [(3, FLAT), (4, ("HYBRID_SHARD", True, "blocks")), (2, UNSHARDED)]
+    ("world_size", "config"), [(3, FLAT), (4, ("HYBRID_SHARD", True, "blocks"))]
 )
 @on_ranks("world_size")
 def test_rank_0_may_have_other_prefixes_and_dtypes_and_parts(
@@ -313,7 +289,11 @@ def test_rank_0_may_have_other_prefixes_and_dtypes_and_parts(
         "wide.weight": torch.ones(3, 2),
     }
     with rank0(model):
-        assert str(model.load_state_dict(alone(named))) == "<All keys matched successfully>"
+        before = num_sent(model)
+        model.load_state_dict(model_of(2).state_dict())
+        assert num_sent(model) == before, "where every rank has the dict nothing is sent"
+        # if some have it, rank 0's is loaded
+        model.load_state_dict(named if dist.get_rank() != 1 else {})
         saved = model.state_dict()  # what it gives, it takes
         model.load_state_dict(alone(saved), assign=True)
         assert_holds(model, expected)
@@ -323,20 +303,6 @@ def test_rank_0_may_have_other_prefixes_and_dtypes_and_parts(
     expected.load_state_dict(some, strict=False)
     assert_holds(model, expected)
     assert "embed.weight" in keys.missing_keys
-
-
-@on_ranks(3)
-def test_dicts_on_all_ranks_send_nothing_and_on_some_rank_0s_is_loaded() -> None:
-    model = shard(model_of(1), FLAT)
-    before = num_sent(model)
-    with rank0(model), NewBytes() as new:
-        model.load_state_dict(model_of(2).state_dict())
-    assert num_sent(model) == before
-    assert_holds(model, model_of(2))
-    with rank0(model), NewBytes() as more:
-        model.load_state_dict(model_of(3).state_dict() if dist.get_rank() != 1 else {})
-    assert dist.get_rank() == 0 or more.peak > new.peak, "a unit's values come from rank 0"
-    assert_holds(model, model_of(3))
 
 
 @on_ranks(2)
@@ -415,3 +381,136 @@ def test_other_ranks_never_hold_more_than_one_unit() -> None:
     # A thread of gloo may hold what was sent for a moment longer.
     assert new.peak <= (2 * unit_nbytes if dist.get_rank() else 4096)
     assert_holds(model, plain)
+
+
+# --- values that are read from their file when somebody computes with them ------------------------
+
+ORIGINAL: Config = ("SHARD_GRAD_OP", True, "always")
+UNSHARDED: Config = ("NO_SHARD", True, "blocks")
+ON_RANK0 = FullStateDictConfig(rank0_only=True)
+
+
+class Lazy:
+    """As Lightning has while a checkpoint is read: on the meta device, without methods."""
+
+    loads = 0  # of all of them
+
+    def __init__(self, load: Callable[[], Any], like: Tensor) -> None:
+        self.load, self.is_meta = load, True
+        self.shape, self.dtype, self.layout = like.shape, like.dtype, like.layout
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.loads += sum(isinstance(arg, Lazy) for arg in args)
+        loaded = (arg.load() if isinstance(arg, Lazy) else arg for arg in args)
+        return func(*loaded, **(kwargs or {}))
+
+
+def lazily(state: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: Lazy(value.clone, value) if isinstance(value, Tensor) else value
+        for name, value in state.items()
+    }
+
+
+@pytest.mark.parametrize("config", [FLAT, ORIGINAL, UNSHARDED, ("HYBRID_SHARD", False, "blocks")])
+@on_ranks(3)
+def test_lazy_values_load_like_tensors(config: Config) -> None:
+    wanted = make_model(1).state_dict()
+    real = {n for n, v in wanted.items() if isinstance(v, Tensor) and v.is_floating_point()}
+    half = {name: v.half() if name in real else v for name, v in wanted.items()}
+    model = shard(make_model(2), config)
+    model.load_state_dict(lazily(half))
+    expected = {name: half[name].to(v.dtype) if name in real else v for name, v in wanted.items()}
+    assert_same(model.state_dict(), expected)
+    block = make_model(3).blocks[0].state_dict()
+    model.blocks[0].load_state_dict(lazily(block))
+    assert_same(model.blocks[0].state_dict(), block)
+    with FSDP.summon_full_params(model):
+        assert str(model.load_state_dict(lazily(wanted))) == "<All keys matched successfully>"
+    assert_same(model.state_dict(), wanted)
+
+
+def wrapped_stack(seed: int) -> FSDP:
+    torch.manual_seed(seed)
+    return FSDP(stack(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+
+
+@on_ranks(2)
+def test_one_unit_is_read_at_a_time_and_each_value_once() -> None:
+    wanted = {name: value.clone() for name, value in wrapped_stack(1).state_dict().items()}
+    unit_nbytes = wanted["0.weight"].nbytes
+    for on_rank0 in (False, True):
+        model = wrapped_stack(2)
+        if on_rank0:
+            FSDP.set_state_dict_type(model, FULL, ON_RANK0)
+        reads = not on_rank0 or dist.get_rank() == 0
+        Lazy.loads = 0
+        with NewBytes() as new:
+            model.load_state_dict(lazily(wanted) if reads else {})
+        assert Lazy.loads == (len(wanted) if reads else 0), "each is read once"
+        assert new.peak <= (3 if on_rank0 else 2) * unit_nbytes, "one unit at a time"
+        FSDP.set_state_dict_type(model, FULL)
+        assert_same(model.state_dict(), wanted)
+
+
+@on_ranks(4)
+def test_a_rank_reads_only_parameters_it_has_a_part_of() -> None:
+    """In one unit, whose parameters are one after the other in it."""
+    torch.manual_seed(0)
+    model = FSDP(nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4))))
+    wanted = {name: value.clone() * 2 for name, value in model.state_dict().items()}
+    Lazy.loads = 0
+    model.load_state_dict(lazily(wanted))
+    assert_same(model.state_dict(), wanted)
+    assert Lazy.loads == 1
+
+
+@on_ranks(2)
+def test_lazy_values_that_do_not_fit_are_refused_unread() -> None:
+    wanted = lazily(make_model(1).state_dict())
+    wrong: list[tuple[str, str, Tensor]] = [
+        ("cube", "size mismatch for cube: expected shape .3, 1, 5. as .*2, 2", torch.empty(2, 2)),
+        ("cube", "complex64", torch.empty(3, 1, 5, dtype=torch.complex64)),
+        ("count", "size mismatch for count", torch.empty(3, dtype=torch.int64)),
+        ("surplus", "Unexpected key.*surplus", torch.empty(3)),
+    ]
+    for config, on_rank0 in ((FLAT, False), (ORIGINAL, True)):
+        model = shard(make_model(2), config)
+        if on_rank0:
+            FSDP.set_state_dict_type(model, FULL, ON_RANK0)
+        Lazy.loads = 0
+        for key, words, like in wrong:
+            given = {**wanted, key: Lazy(lambda: None, like)}
+            with pytest.raises(CheckpointError, match=words):
+                model.load_state_dict({} if on_rank0 and dist.get_rank() else given)
+            assert Lazy.loads == 0, words
+        FSDP.set_state_dict_type(model, FULL)
+        assert_same(model.state_dict(), make_model(2).state_dict(), "nothing was loaded")
+
+
+@on_ranks(2)
+def test_a_value_that_does_not_load_is_an_error_on_all_ranks() -> None:
+    def torn() -> Tensor:
+        raise OSError("the file ends here")
+
+    good, mine = lazily(make_model(1).state_dict()), dist.get_rank() == 0
+    unsharded, model = shard(make_model(2), UNSHARDED), shard(make_model(2), FLAT)
+    FSDP.set_state_dict_type(model, FULL, ON_RANK0)
+    for words, load in (
+        ("OSError: the file ends here", torn),
+        (r"a Tensor of shape \(2, 2\)", lambda: torch.ones(2, 2)),
+        ("on meta", lambda: torch.empty(3, 1, 5, device="meta")),
+        ("float64", lambda: torch.ones(3, 1, 5).double()),
+    ):
+        given = {**good, "cube": Lazy(load, torch.empty(3, 1, 5))}
+        with pytest.raises(CheckpointError, match=f"(?s){words}.*'cube'"):
+            unsharded.load_state_dict(given)
+        with pytest.raises(CheckpointError, match=f"(?s){words}.*'cube'"):
+            model.load_state_dict(given if mine else {})
+        count = {**good, "count": Lazy(load, torch.empty(()))}
+        with pytest.raises(CheckpointError, match="'count'"):
+            model.load_state_dict(count if mine else None)
+    model.load_state_dict(good if mine else None)
+    FSDP.set_state_dict_type(model, FULL)
+    assert_same(model.state_dict(), make_model(1).state_dict(), "the next load works")

@@ -61,19 +61,7 @@ class LaterOptions(StateDictOptions):
 
 
 LATER = """
-import functools
-
 def get_model_state_dict(model, *, submodules=None, options=None, names=None):
-    return "torch"
-
-def decorated(function):
-    @functools.wraps(function)
-    def around(*args, **kwargs):
-        return function(*args, **kwargs)
-    return around
-
-@decorated
-def get_optimizer_state_dict(model, optimizers, *, submodules=None, options=None):
     return "torch"
 """
 
@@ -101,7 +89,3 @@ def test_arguments_of_a_later_torch_are_refused_by_name() -> None:
     assert later.get_model_state_dict(model).keys() == {"weight", "bias"}
     with pytest.raises(UsageError, match="does not know: names"):
         later.get_model_state_dict(model, names="short")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert later.get_optimizer_state_dict(nn.Linear(1, 1), optimizer) == "torch"
-    (group,) = later.get_optimizer_state_dict(model, optimizer)["param_groups"]
-    assert group["params"] == ["weight", "bias"]

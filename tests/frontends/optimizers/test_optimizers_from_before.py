@@ -13,17 +13,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.parallel import DistributedDataParallel as DDP
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat import ShardingStrategy, StateDictType
+from fsdp_compat import ShardingStrategy
 from fsdp_compat.errors import FsdpCompatError
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.cases import about
 from tests.support.models import DIM, Block, Odd, Stack
 from tests.support.odd_model import assert_same, state_by_name
 from tests.support.optimizer_state import settings
-from tests.support.parity import ATOL, RTOL, assert_close, assert_same_values, both_forms, seeded
+from tests.support.parity import ATOL, RTOL, assert_close, assert_same_values, seeded
 from tests.support.ranks import on_ranks
 
 FULL_SHARD, _, NO_SHARD, HYBRID, _ = ShardingStrategy
@@ -123,13 +122,7 @@ FEW = ["AdamW, amsgrad, foreach", "SGD, momentum"]
 
 @pytest.mark.parametrize(
     ("num_ranks", "strategy", "kinds"),
-    [
-        (2, FULL_SHARD, list(OPTIMIZERS)[:4]),
-        (2, FULL_SHARD, list(OPTIMIZERS)[4:]),
-        (3, FULL_SHARD, ["Adam"]),
-        (2, NO_SHARD, FEW),
-        (4, HYBRID, FEW),
-    ],
+    [(3, FULL_SHARD, list(OPTIMIZERS)), (2, NO_SHARD, FEW), (4, HYBRID, FEW)],
 )
 @on_ranks("num_ranks")
 def test_an_optimizer_from_before_goes_on_with_its_state_cut_to_this_ranks_part(
@@ -185,29 +178,19 @@ def test_groups_of_parameters_stay_and_more_may_be_added() -> None:
 
 
 @on_ranks(2)
-def test_modules_may_be_wrapped_one_after_the_other() -> None:
-    """An inner module first, a step, then the whole."""
-    twins = Twins()
-    twins.step(0)
-    twins.model.stack = FSDP(twins.model.stack, use_orig_params=True)
-    twins.step(1)
-    twins.model = FSDP(twins.model, use_orig_params=True)
-    twins.step(2)
-    twins.assert_equal("after training")
-    twins.assert_equal_optimizers("after training")
-
-
-@on_ranks(2)
-def test_states_from_before_are_loaded_after_wrapping() -> None:
+def test_modules_are_wrapped_one_after_the_other_and_load_states_from_before() -> None:
     twins = Twins()
     twins.step(0)
     saved = [copy.deepcopy((m.state_dict(), o.state_dict())) for m, o in twins.both]
+    twins.model.stack = FSDP(twins.model.stack, use_orig_params=True)
     twins.step(1)
-    twins.wrap(use_orig_params=True)
+    twins.model = FSDP(twins.model, use_orig_params=True)
     schedulers = [torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for _, o in twins.both]
     twins.step(2)
     for scheduler in schedulers:
         scheduler.step()
+    twins.assert_equal("after training")
+    twins.assert_equal_optimizers("after training")
     # state saved before wrapping is loaded through the conversion, as always
     model, optim = twins.model, twins.optim
     model.load_state_dict(saved[1][0])
@@ -216,10 +199,6 @@ def test_states_from_before_are_loaded_after_wrapping() -> None:
     twins.plain_optim.load_state_dict(saved[0][1])
     twins.step(3)
     twins.assert_equal("after loading")
-    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
-        state = FSDP.optim_state_dict(model, optim)
-        step(model, optim, 4)
-        optim.load_state_dict(FSDP.optim_state_dict_to_load(model, optim, state))
 
 
 # -- values that users write into parameters
@@ -272,9 +251,7 @@ def test_with_use_orig_params_false_the_first_step_says_what_to_do() -> None:
         before = model.state_dict()
         for _ in range(2):  # every time, not once
             model(batch(1)).pow(2).mean().backward()
-            with pytest.raises(
-                FsdpCompatError, match=r"FlatParameter now[\s\S]*use_orig_params=True"
-            ):
+            with pytest.raises(FsdpCompatError, match=r"(?s)FlatParameter.*use_orig_params=True"):
                 optim.step()
             with pytest.raises(FsdpCompatError, match="use_orig_params=True"):
                 FSDP.optim_state_dict(model, optim)
@@ -288,59 +265,3 @@ def test_with_use_orig_params_false_the_first_step_says_what_to_do() -> None:
 
 
 # -- states of unwrapped models and of DDP
-
-
-@both_forms
-@on_ranks(2)
-def test_states_with_the_names_of_ddp_load(use_orig_params: bool) -> None:
-    plain, model = network(), wrapped(network(), use_orig_params=use_orig_params)
-    plain_optim, optim = (torch.optim.Adam(m.parameters(), lr=0.01) for m in (plain, model))
-    step(plain, plain_optim, 0)
-    state = copy.deepcopy(DDP(plain).state_dict())
-    by_number = copy.deepcopy(plain_optim.state_dict())
-    names = [f"module.{name}" for name, _ in plain.named_parameters()]
-    optim_state = {
-        "state": {names[number]: value for number, value in by_number["state"].items()},
-        "param_groups": [{**by_number["param_groups"][0], "params": names}],
-    }
-    given = copy.deepcopy(optim_state)
-    assert str(model.load_state_dict(state)) == "<All keys matched successfully>"
-    FSDP.optim_state_dict_to_load(model, optim, given, load_directly=True)
-    assert str(given) == str(optim_state), "the dict given stays as it was"
-    for seed in (4, 5):
-        step(plain, plain_optim, seed)
-        step(model, optim, seed)
-        assert_same_values(model.state_dict(), plain.state_dict(), f"step {seed}")
-    del state["module.odd.weight"]
-    with pytest.raises(RuntimeError, match=r"odd\.weight"):
-        model.load_state_dict(state)
-    assert model.load_state_dict(state, strict=False).missing_keys == ["odd.weight"]
-
-
-def groups_across_units(module: nn.Module) -> list[dict[str, Any]]:
-    names = {"stack.stem.weight", "stack.head.weight", "odd.weight"}
-    found = [(n, p) for n, p in named(module).items() if p.requires_grad]
-    biases = [p for n, p in reversed(found) if n not in names]
-    return [{"params": biases, "lr": 0.02}, {"params": [p for n, p in found if n in names]}]
-
-
-@pytest.mark.parametrize(
-    ("params", "use_orig_params"),
-    [(trainable, False), (trainable, True), (groups_across_units, True)],
-)
-@on_ranks(2)
-def test_numbered_state_counts_only_parameters_of_the_optimizer(
-    params: Callable[[Any], Any], use_orig_params: bool
-) -> None:
-    """The state of an unwrapped model's optimizer, by numbers, goes on in a wrapped one."""
-    plain, model = network(), wrapped(network(), use_orig_params=use_orig_params)
-    plain_optim = torch.optim.AdamW(params(plain), lr=0.01)
-    step(plain, plain_optim, 0)
-    optim = torch.optim.AdamW(params(model), lr=0.3)
-    model.load_state_dict(plain.state_dict())
-    state = copy.deepcopy(plain_optim.state_dict())
-    optim.load_state_dict(FSDP.optim_state_dict_to_load(model, optim, state))
-    for seed in (4, 5):
-        step(plain, plain_optim, seed)
-        step(model, optim, seed)
-        assert_same_values(model.state_dict(), plain.state_dict(), f"step {seed}")
