@@ -21,7 +21,8 @@ from fsdp_compat._comm.same_host.shared_memory import Arena
 
 
 def num_mapped() -> int:
-    """Return how many shards of any rank this process has mapped into all-gather outputs."""
+    """Return how many shards of any rank this process has mapped into all-gather outputs. Models of
+    earlier tests may be alive, as torch's CommDebugMode keeps what ran inside it."""
     gc.collect()
     return peers._num_mapped
 
