@@ -23,7 +23,6 @@ from tests.support.parity import (
     make_pair,
     no_sync,
     seeded,
-    square,
     train,
     whole_gradients,
 )
@@ -77,27 +76,6 @@ def test_zero_grad_drops_gradients_of_no_sync_even_where_the_next_backward_has_n
                     _uses("ab", model, x)
             optim.zero_grad(set_to_none=set_to_none)
         pair.step(partial(_uses, after))
-
-
-@on_ranks(2)
-def test_gradients_scaled_in_place_between_backwards_keep_unsynchronised_ones() -> None:
-    """No rank's part of a gradient is zero."""
-    pair = make_pair(Stack)
-    batches = pair.batches()
-    for x in batches:
-        for factor in (2, 3):
-            backward(square(pair.plain, x * factor))
-        backward(square(pair.plain, x) / 2)
-    pair.average_plain_gradients()
-
-    own = batches[pair.rank]
-    backward(square(pair.model, own))
-    with pair.model.no_sync():
-        backward(square(pair.model, own * 2))
-    for p in pair.model.parameters():
-        p.grad.mul_(0.5)
-    backward(square(pair.model, own * 3))
-    pair.compare_and_update()
 
 
 class Lookup(nn.Module):

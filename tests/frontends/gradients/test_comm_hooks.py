@@ -44,10 +44,9 @@ FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, *_ = ShardingStrategy
 class Averages:
     """A correct hook for any number of ranks, which records its arguments."""
 
-    def __init__(self, group: Any = None) -> None:
+    def __init__(self) -> None:
         self.calls: list[tuple[int, ...]] = []
         self.dtypes: set[torch.dtype] = set()
-        self.group = group
 
     def __call__(self, state: list[Any], grad: Tensor, output: Tensor | None = None) -> None:
         state.append(len(self.calls))
@@ -55,13 +54,13 @@ class Averages:
         self.calls.append((grad.numel(),) if output is None else (grad.numel(), output.numel()))
         assert (grad.dim(), grad.is_contiguous(), grad.requires_grad) == (1, True, False)
         total = grad.float()
-        dist.all_reduce(total, group=self.group)
-        total /= dist.get_world_size(self.group)
+        dist.all_reduce(total)
+        total /= dist.get_world_size()
         if output is None:
             grad.copy_(total)
         else:
             assert output.data_ptr() != grad.data_ptr()
-            output.copy_(total.chunk(dist.get_world_size(self.group))[dist.get_rank(self.group)])
+            output.copy_(total.chunk(dist.get_world_size())[dist.get_rank()])
 
 
 # -- the contract

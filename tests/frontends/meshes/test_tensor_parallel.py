@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.cases import about
 from tests.support.models import DIM, Block
 from tests.support.parity import Pair, backward, seeded, sgd, whole
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.ranks import on_ranks
 
 LENGTH = 8
 
@@ -151,27 +152,7 @@ def mean_square(model: nn.Module, x: Tensor) -> Tensor:
     return backward(model(x).pow(2).mean())
 
 
-@contextlib.contextmanager
-def shown(model: FSDP, **options: Any) -> Iterator[dict[str, Tensor]]:
-    """The full parameters by name, as plain tensors."""
-    with FSDP.summon_full_params(model, **options):
-        yield dict(model.named_parameters())
-
-
-def in_one_call(functions: list[Callable[..., None]], *arguments: Any) -> None:
-    """Call all functions in one run of the ranks: each run plans DTensor operations anew."""
-    for function in functions:
-        with about(function.__name__.strip("_")):
-            function(*arguments)
-
-
-each_plan = pytest.mark.parametrize(
-    ("plan", "use_orig_params"), [(blocks_only, True), (whole_sequence, False)]
-)
-
-
-# -- training
-
+# -- training, clipping and whole values
 
 FROZEN = [("stem", "blocks.0.up"), ("blocks.0.norm", "blocks.1", "head"), ("blocks.0.down.bias",)]
 CASES: dict[Plan, list[dict[str, Any]]] = {
@@ -180,36 +161,15 @@ CASES: dict[Plan, list[dict[str, Any]]] = {
         {},
         {"wrapped": False, "sharding_strategy": SHARD_GRAD_OP, "shape": (4, 1)},
         {"sharding_strategy": NO_SHARD, "optimizer": partial(torch.optim.AdamW, lr=0.01)},
+        {"sharding_strategy": HYBRID, "shape": (2, 1, 2)},
         {"frozen": FROZEN[0]},
         {"frozen": FROZEN[2]},
     ],
 }
 
 
-def _trains(plan: Plan, use_orig_params: bool) -> None:
-    for options in CASES[plan]:
-        with about(options):
-            pair = TwoDimensional(plan, use_orig_params=use_orig_params, **options)
-            for _ in range(2):
-                pair.step(mean_square)
-
-
-@on_ranks(4)
-def test_a_third_dimension_may_hold_replicas() -> None:
-    options = {"sharding_strategy": HYBRID, "use_orig_params": True}
-    pair = TwoDimensional(whole_sequence, shape=(2, 1, 2), **options)
+def _trains(pair: TwoDimensional) -> None:
     pair.step(mean_square)
-    pair.backwards(mean_square)
-    norms = [
-        torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.01),
-        pair.model.clip_grad_norm_(0.01),
-    ]
-    assert_equal(norms[1], norms[0], "norm")
-    pair.update()
-
-
-def _accumulates(plan: Plan, use_orig_params: bool) -> None:
-    pair = TwoDimensional(plan, use_orig_params=use_orig_params)
     for context in (contextlib.nullcontext, pair.model.no_sync):
         with context():
             pair.backwards(mean_square)
@@ -217,111 +177,81 @@ def _accumulates(plan: Plan, use_orig_params: bool) -> None:
         pair.update()
 
 
-@each_plan
-def test_two_dimensions_train_as_unsharded_also_frozen_in_part_and_with_accumulated_gradients(
-    plan: Plan, use_orig_params: bool
-) -> None:
-    run_ranks(4, in_one_call, [_trains, _accumulates], plan, use_orig_params)
+def _clips(pair: TwoDimensional) -> None:
+    clip_by_torch = torch.nn.utils.clip_grad_norm_
+    by_torch = partial(clip_by_torch, list(pair.model.parameters()))
+    for norm_type, clip in itertools.product(
+        (2.0, math.inf), (pair.model.clip_grad_norm_, by_torch)
+    ):
+        pair.backwards(mean_square)
+        expected = clip_by_torch(pair.plain.parameters(), 1e-3, norm_type)
+        assert expected > 1e-3
+        assert_equal(whole(clip(1e-3, norm_type)), expected, f"norm {norm_type}")
+        pair.update()
 
 
-# -- clipping
+@torch.no_grad()
+def _shows_whole_parameters(pair: TwoDimensional) -> None:
+    with torch.enable_grad():
+        pair.backwards(mean_square)
+    expected = dict(pair.plain.named_parameters())
+    for factor, writeback in ((0.5, True), (0.0, False)):
+        with FSDP.summon_full_params(pair.model, writeback=writeback, with_grads=writeback):
+            parameters = dict(pair.model.named_parameters())
+            assert list(parameters) == list(expected)
+            for name, parameter in parameters.items():
+                assert parameter.shape == expected[name].shape
+                assert_equal(whole(parameter), expected[name].detach(), name)
+                if writeback and parameter.requires_grad:
+                    assert_equal(whole(parameter.grad), expected[name].grad, f"gradient of {name}")
+                if writeback:
+                    expected[name].mul_(factor)
+                parameter.mul_(factor)
+        pair.compare_parameters()
+    pair.update()
 
 
 @pytest.mark.parametrize(
-    ("plan", "frozen", "norm_types"),
-    [(blocks_only, FROZEN[1], (3.0, math.inf)), (whole_sequence, (), (1.0, 2.0))],
-    ids=["partly frozen", "all"],
+    ("plan", "use_orig_params"), [(blocks_only, True), (whole_sequence, False)]
 )
 @on_ranks(4)
-def test_gradient_norms_equal_the_unsharded_model(
-    plan: Plan, frozen: tuple[str, ...], norm_types: tuple[float, ...]
+def test_two_dimensions_train_clip_and_show_parameters_as_unsharded(
+    plan: Plan, use_orig_params: bool
 ) -> None:
-    pair = TwoDimensional(plan, frozen=frozen)
-    by_torch = partial(torch.nn.utils.clip_grad_norm_, list(pair.model.parameters()))
-    for norm_type, limit in zip(norm_types, (1e-3, 1e3), strict=True):
-        for clip, max_norm in ((pair.model.clip_grad_norm_, limit), (by_torch, 1e-3)):
-            pair.backwards(mean_square)
-            expected = torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), max_norm, norm_type)
-            assert expected > 1e-3
-            assert_equal(whole(clip(max_norm, norm_type)), expected, f"norm {norm_type}")
-            pair.update()
+    for options in CASES[plan]:
+        pair = TwoDimensional(plan, use_orig_params=use_orig_params, **options)
+        parts = [_trains, _clips]
+        if not {"shape", "sharding_strategy"} & options.keys():  # a rank's values are not whole
+            parts.append(_shows_whole_parameters)
+        for part in parts:
+            with about((options, part.__name__)):
+                part(pair)
 
 
-# -- states and whole parameters
+# -- states
 
 
-def _saves_and_loads(plan: Plan, use_orig_params: bool) -> None:
-    pair = TwoDimensional(plan, use_orig_params=use_orig_params)
-    pair.step(mean_square)
-    saved = pair.model.state_dict()
-    network().load_state_dict(saved)
-    pair.step(mean_square)
-    for source in (saved, copy.deepcopy(saved)):
-        pair.plain.load_state_dict(saved)
-        assert str(pair.model.load_state_dict(source)) == "<All keys matched successfully>"
-        pair.assert_state_equal()
-    pair.step(mean_square)
-    other = TwoDimensional(plan, use_orig_params=not use_orig_params, wrapped=False)
-    other.model.load_state_dict(saved)
-    for name, value in other.model.state_dict().items():
-        assert torch.equal(value, saved[name]), name
-    config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
-    with FSDP.state_dict_type(pair.model, StateDictType.FULL_STATE_DICT, config):
-        state = pair.model.state_dict()
-    for name, value in state.items():
-        assert_equal(value, pair.plain.state_dict()[name], name)
-    # Every first rank along the data-parallel dimension has it; which tensor-parallel rank saves is
-    # arbitrary.
-    assert bool(state) is (pair.rank == 0)
-
-
-def _moves_optimizer_state(plan: Plan, use_orig_params: bool) -> None:
+@pytest.mark.parametrize("plan", [blocks_only, whole_sequence])
+@on_ranks(4)
+def test_full_states_load_into_a_model_that_is_wrapped_in_another_way(plan: Plan) -> None:
     options: dict[str, Any] = {"optimizer": partial(torch.optim.Adam, lr=0.01)}
-    pair = TwoDimensional(plan, use_orig_params=use_orig_params, **options)
+    pair = TwoDimensional(plan, use_orig_params=True, **options)
     pair.step(mean_square)
-    state = FSDP.optim_state_dict(pair.model, pair.optim)
+    saved, state = pair.model.state_dict(), FSDP.optim_state_dict(pair.model, pair.optim)
+    network().load_state_dict(saved)
     for number, (name, _) in enumerate(pair.plain.named_parameters()):
         for key, value in pair.plain_optim.state_dict()["state"][number].items():
             assert type(state["state"][name][key]) is Tensor
             assert_equal(state["state"][name][key], value, f"{key} of {name}")
-    other = TwoDimensional(plan, use_orig_params=not use_orig_params, wrapped=False, **options)
-    other.model.load_state_dict(pair.model.state_dict())
-    other.plain.load_state_dict(pair.plain.state_dict())
-    other.plain_optim.load_state_dict(pair.plain_optim.state_dict())
+    other = TwoDimensional(plan, use_orig_params=False, wrapped=False, **options)
+    assert str(other.model.load_state_dict(saved)) == "<All keys matched successfully>"
     other.optim.load_state_dict(FSDP.optim_state_dict_to_load(other.model, other.optim, state))
+    other.plain, other.plain_optim = pair.plain, pair.plain_optim
     other.step(mean_square)
-
-
-def _shows_whole_parameters(plan: Plan, use_orig_params: bool) -> None:
-    pair = TwoDimensional(plan, use_orig_params=use_orig_params)
-    pair.step(mean_square)
-    pair.backwards(mean_square)
-    expected = dict(pair.plain.named_parameters())
-    with shown(pair.model, with_grads=True) as parameters:
-        assert list(parameters) == list(expected)
-        for name, parameter in parameters.items():
-            assert parameter.shape == expected[name].shape
-            assert_equal(whole(parameter.detach()), expected[name].detach(), name)
-            assert_equal(whole(parameter.grad), expected[name].grad, f"gradient of {name}")
-    pair.update()
-    with shown(pair.model) as parameters, torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.mul_(0.5)
-            expected[name].mul_(0.5)
-    pair.step(mean_square)
-    with shown(pair.model, writeback=False) as parameters, torch.no_grad():
-        for parameter in parameters.values():
-            parameter.zero_()
-    pair.step(mean_square)
-
-
-@each_plan
-def test_full_states_load_back_and_summon_full_params_writes_back(
-    plan: Plan, use_orig_params: bool
-) -> None:
-    functions = [_saves_and_loads, _moves_optimizer_state, _shows_whole_parameters]
-    some = functions[::2] if plan is blocks_only else functions[1:2]
-    run_ranks(4, in_one_call, some, plan, use_orig_params)
+    config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+    with FSDP.state_dict_type(other.model, StateDictType.FULL_STATE_DICT, config):
+        # Every first rank along the data-parallel dimension has it.
+        assert bool(other.model.state_dict()) is (other.rank == 0)
 
 
 def _two_dimensional(plan: Plan, seed: int, kind: str, use_orig_params: bool) -> FSDP:

@@ -15,12 +15,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import MixedPrecision, ShardingStrategy
-from fsdp_compat.wrap import CustomPolicy, ModuleWrapPolicy
+from fsdp_compat.wrap import CustomPolicy
 from tests.support.beside_torch import assert_as_torch, trained
 from tests.support.cases import about
 from tests.support.fully_sharded import sharded_as
 from tests.support.messages import Messages
-from tests.support.models import DIM, Block, GradientIs, Named, Record, Stack, chain
+from tests.support.models import DIM, GradientIs, Named, Record, chain
 from tests.support.pairwise import each_value, pairs
 from tests.support.parity import (
     assert_close,
@@ -267,31 +267,6 @@ def test_gradients_are_added_up_in_float32(
 
 
 # -- gradients in the reduce dtype
-
-LOW_GRADS = MixedPrecision(param_dtype=BF16, keep_low_precision_grads=True)
-
-
-@both_forms
-@on_ranks(2)
-def test_low_precision_gradients_work_with_frozen_parts(use_orig_params: bool) -> None:
-    module = Stack(2)
-    module.blocks[0].requires_grad_(False)
-    module.blocks[1].up.weight.requires_grad_(False)
-    square(module, torch.ones(2, DIM)).backward()  # gradients that exist before wrapping
-    options = {"mixed_precision": LOW_GRADS, "use_orig_params": use_orig_params}
-    model = FSDP(module, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
-    model.zero_grad()
-    x = torch.ones(2, DIM) * (1 + dist.get_rank())
-    square(model, x).backward()
-    assert not any(name.startswith(("blocks.0", "blocks.1.up.weight")) for name in _whole(model))
-    for p in model.parameters():
-        assert (p.grad is None) == (not p.requires_grad or not p.numel())
-    assert _grad_dtypes(model) == {BF16}
-    if use_orig_params:
-        model.blocks[0].requires_grad_(True)
-        model.zero_grad()
-        square(model, x).backward()
-        assert _grad_dtypes(model.blocks[0]) == {BF16}
 
 
 @pytest.mark.parametrize("front_end", ["flat", "original", "ours"])

@@ -31,7 +31,7 @@ from tests.support.models import (
     saves_everything,
     saves_products,
 )
-from tests.support.pairwise import each_value
+from tests.support.pairwise import each_value, pairwise
 from tests.support.parity import backward, both_forms, both_strategies, make_pair, square, train
 from tests.support.ranks import on_ranks
 
@@ -79,6 +79,7 @@ CASES: dict[str, Callable[[bool], tuple[Any, ...]]] = {  # reentrant -> argument
 }
 
 
+@pairwise
 @both_forms
 @both_strategies
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -134,7 +135,7 @@ def test_a_checkpoint_saves_what_its_policy_says(
             expected = recomputed if policy is saves_nothing else 0
             step = partial(_counts_products, expected, around)
             with about((policy, recomputed)):
-                train(build, step=step, num_steps=3, **options)
+                train(build, step=step, **options)
 
 
 # -- mixed precision
