@@ -8,9 +8,10 @@ class SourceDistribution(sdist):
     """All of a checkout, so that packagers can run the tests."""
 
     def make_distribution(self) -> None:
-        for folder in (".ci", "examples", "tests"):
+        for folder in (".ci", ".github", "examples", "tests"):
             self.filelist.graft(folder)
-        self.filelist.extend([".editorconfig", ".gitignore", ".ruff.toml", "CHANGELOG.md"])
+        files = (".editorconfig", ".gitignore", ".pre-commit-config.yaml", ".ruff.toml")
+        self.filelist.extend([*files, "CHANGELOG.md"])
         self.filelist.global_exclude("*.py[cod]")
         self.filelist.prune("examples/runs")
         super().make_distribution()
