@@ -10,6 +10,7 @@ When the first name of fsdp_compat is used, which loads the package:
 
 When the first model is wrapped in FullyShardedDataParallel, or sharded by ``fully_shard``:
     every optimizer: hooks of step() and methods around its state dict (optimizer_hooks)
+    clip_grad_norm_, get_total_norm and clip_grads_with_norm_: functions (clip_grad)
     DistributedDataParallel: a method around ``__init__`` (data_parallel)
     torch.compile's modules and the names of parameters in torch.distributed.checkpoint: a method
         and a function, when these modules are imported (compiled)
@@ -17,7 +18,6 @@ When the first model is wrapped in FullyShardedDataParallel, or sharded by ``ful
         and an exit handler and sys.excepthook (_engine/black_box)
 
 When the first model is wrapped in FullyShardedDataParallel:
-    clip_grad_norm_ and get_total_norm: functions (clip_grad)
     assigning a Parameter to a module: a global hook; Module.requires_grad_: a method (assignments)
     torch.distributed.checkpoint: the six functions of its module state_dict (dcp_adapter), methods
         of HuggingFaceStorageWriter (hugging_face_storage), functions of its planner and of
@@ -53,11 +53,11 @@ from . import (
 
 _FOR_ALL: tuple[Patch | PatchOnImport, ...] = (
     optimizer_hooks.patches,
+    clip_grad.patches,
     data_parallel.patches,
     *compiled.patches,
 )
 _FOR_WRAPPERS: tuple[Patch | PatchOnImport, ...] = (
-    clip_grad.patches,
     assignments.patches,
     dcp_adapter.patches,
     hugging_face_storage.patches,

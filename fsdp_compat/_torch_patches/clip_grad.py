@@ -1,8 +1,9 @@
 """``torch.nn.utils.clip_grad_norm_`` over sharded gradients.
 
 Code written for DistributedDataParallel clips with torch's own function, which would silently use
-the norm of this rank's shards only. So this patch replaces torch's functions that clip and that
-compute the norm, which the former calls. Gradients that are not sharded still go to torch's."""
+the norm of this rank's shards only, and refuse DTensors of several meshes, as tensor parallelism of
+some modules gives. So this patch replaces torch's functions that clip, that compute the norm and
+that scale, which the first calls. Gradients that are not sharded still go to torch's."""
 
 from __future__ import annotations
 
@@ -53,6 +54,11 @@ def _total_norm(
 ) -> torch.Tensor:
     """Compute the norm, over all ranks if any gradient is sharded; collective then."""
     grads = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    if len(parts := _by_mesh(grads)) > 1:
+        norms = [_total_norm(original, its, norm_type, False, foreach) for its in parts.values()]
+        whole_norms = [n.full_tensor() if _torch_private.is_dtensor(n) else n for n in norms]
+        total = original(whole_norms, norm_type, error_if_nonfinite, foreach)
+        return total
     split, groups = _split_over_ranks(grads, _clipped.parameters)
     if not groups:
         result: torch.Tensor = original(grads, norm_type, error_if_nonfinite, foreach)
@@ -74,6 +80,25 @@ def _total_norm(
         )
     device = grads[0].device if grads else groups[0].store.shard.device
     return norm.to(device=device, dtype=dtype_of_norm(parts, whole))
+
+
+def _scale(
+    original: Any, parameters: Any, max_norm: float, total_norm: torch.Tensor, *args: Any, **kw: Any
+) -> None:
+    """Scale the gradients, those of each mesh by themselves: torch refuses a list of several."""
+    listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    for its in _by_mesh(listed).values():
+        original(its, max_norm, total_norm, *args, **kw)
+
+
+def _by_mesh(tensors: Sequence[torch.Tensor]) -> dict[Any, list[torch.Tensor]]:
+    """Return the tensors by the mesh of a DTensor, and all others under None: in tensor
+    parallelism, a module that is not parallel is on fewer dims than one that is."""
+    found: dict[Any, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        mesh = tensor.device_mesh if _torch_private.is_dtensor(tensor) else None
+        found.setdefault(mesh, []).append(tensor)
+    return found
 
 
 def _split_over_ranks(
@@ -102,7 +127,8 @@ def _split_over_ranks(
 
 def _patch() -> list[Undo]:
     return around_functions(
-        torch.nn.utils, {"clip_grad_norm_": _clip, "get_total_norm": _total_norm}
+        torch.nn.utils,
+        {"clip_grad_norm_": _clip, "get_total_norm": _total_norm, "clip_grads_with_norm_": _scale},
     )
 
 
