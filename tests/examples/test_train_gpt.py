@@ -8,7 +8,6 @@ import json
 import os
 import re
 import runpy
-import shlex
 import shutil
 import signal
 import sys
@@ -21,8 +20,9 @@ import torch
 import torch.distributed as dist
 
 from examples import train_gpt
+from tests.examples.test_commands import torchrun
 from tests.examples.test_readme import blocks
-from tests.support.programs import python
+from tests.support.programs import Launcher
 from tests.support.ranks import run_ranks
 from tests.support.sampling import sample
 
@@ -194,25 +194,20 @@ def test_a_signal_to_one_rank_stops_and_saves_on_all(
     assert_same_curve(resumed["train"], one_process["train"][:5])
 
 
-# --- whole programs, started as users do ----------------------------------------------------------
-
-
-def command(*launcher: str) -> list[str]:
-    """Return the command line that starts the example with SMALL sizes."""
-    return [sys.executable, *launcher, str(ROOT / "examples" / "train_gpt.py"), *SMALL]
+# --- whole programs -------------------------------------------------------------------------------
 
 
 def _python_alone(folder: Path, arguments: list[str]) -> tuple[Any, str]:
     """As without a launcher, but in a process that has imported torch already."""
     os.chdir(folder)
     dist.destroy_process_group()
-    out, (_, *argv) = io.StringIO(), [*command(), *arguments]
+    out, program = io.StringIO(), str(ROOT / "examples" / "train_gpt.py")
     with (
-        mock.patch.object(sys, "argv", argv),
+        mock.patch.object(sys, "argv", [program, *SMALL, *arguments]),
         contextlib.redirect_stdout(out),
         pytest.raises(SystemExit) as ended,
     ):
-        runpy.run_path(argv[0], run_name="__main__")
+        runpy.run_path(program, run_name="__main__")
     return ended.value.code, out.getvalue()
 
 
@@ -249,26 +244,18 @@ sys.exit(train_gpt.main())
 
 
 def test_a_killed_worker_is_replaced_and_the_losses_stay_the_same(
-    one_process: dict[str, Losses], tmp_path: Path
+    one_process: dict[str, Losses], launcher: Launcher, tmp_path: Path
 ) -> None:
     """It is torchrun's command in examples/README.md."""
-    [(export, torchrun)] = [
-        block.splitlines()
-        for block in blocks("examples/README.md", "sh", "A worker or a node that is lost")
-    ]
+    (script,) = blocks("examples/README.md", "sh", "A worker or a node that is lost")
     (tmp_path / "dies.py").write_text(DIES)
-    torchrun = torchrun.replace("torchrun", "-m torch.distributed.run")
-    ran = python(
-        *shlex.split(torchrun.replace("examples/train_gpt.py", "dies.py")),
-        *(*SMALL, *VALIDATE, "--steps", NUM_STEPS),
-        *("--save-every", "5", "--losses", "losses.json"),
-        folder=tmp_path,
-        OMP_NUM_THREADS="1",
-        **dict([export.removeprefix("export ").split("=")]),
-    )
+    arguments = [*SMALL, *VALIDATE, "--steps", str(NUM_STEPS), "--save-every", "5"]
+    script = script.replace("examples/train_gpt.py", "dies.py").strip()
+    (ran,) = torchrun(launcher, f"{script} {' '.join(arguments)} --losses losses.json", tmp_path)
+    assert ran.code == 0, ran
     losses = json.loads((tmp_path / "losses.json").read_text())
     assert losses["starts"] == [[0, 2], [5, 2]]
-    assert "\nresumed from step 5 (saved by 2 ranks) on 2 ranks\n" in ran.stdout
-    assert "\ndone: steps 1-5 on 2 ranks, 6-12 on 2 ranks; loss " in ran.stdout
+    assert "\nresumed from step 5 (saved by 2 ranks) on 2 ranks\n" in ran.out
+    assert "\ndone: steps 1-5 on 2 ranks, 6-12 on 2 ranks; loss " in ran.out
     assert_same_curve(losses["train"], one_process["train"])
     assert_same_curve(losses["validation"], one_process["validation"])
