@@ -1,5 +1,5 @@
-"""A user's program with both front ends, for type checkers. Never run: `mypy`, which reads it beside
-the package, must find no error."""
+"""A user's program with both front ends, for type checkers. Never run: `mypy` reads it beside the
+package, and must find no error."""
 
 from __future__ import annotations
 
