@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.tools.program import run
 from tests.support.programs import Launcher
 from tests.support.sampling import sample
 
@@ -396,15 +395,6 @@ def test_a_fix_without_its_function_is_a_warning_and_not_called_fixed(
         assert "To do: " in text and ["save_fsdp_model fixed" in each for each in logged] == [True]
     """
     assert_passes(launcher, tmp_path, program)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [(["run", "absent.py"], "there is no file 'absent.py' in "), (["run"], "expected a program")],
-)
-def test_run_without_a_program_says_so(arguments: list[str], message: str) -> None:
-    status, _, err = run(*arguments)
-    assert status == 2 and message in err
 
 
 def test_threads_may_install_and_uninstall_at_once(launcher: Launcher, tmp_path: Path) -> None:
