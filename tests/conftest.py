@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+from tests.support.programs import Launcher
 from tests.support.ranks import close_pool
 from tests.support.sampling import EXTENT
 
@@ -46,3 +47,11 @@ def rank_processes() -> Iterator[None]:
     yield
     close_pool()
     gc.freeze()  # nor does the end of this process
+
+
+@pytest.fixture(scope="session")
+def launcher() -> Iterator[Launcher]:
+    """It has imported torch's DTensors, and nothing of torch.distributed.fsdp."""
+    launcher = Launcher("torch.distributed.tensor", options=("-W", "ignore"))
+    yield launcher
+    launcher.close()

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import ast
 import functools
+import graphlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,22 +36,16 @@ LAYERS = (
     ("errors", "_progress", "_text", "_version"),
 )
 
-# Names in private spelling that belong to nn.Module, or to torch's public interface of FSDP1.
-PRIVATE_OF_OTHERS = {
-    "_buffers",
-    "_modules",
-    "_parameters",
-    "_module_classes_to_ignore",
-    "_world",
-    "_fqns",
-    "_process_group",  # of torch's ShardedTensor
-}
-
 
 def words(text: str) -> set[str]:
     return set(text.split())
 
 
+# Names in private spelling that belong to nn.Module, or to torch's public interface of FSDP1.
+PRIVATE_OF_OTHERS = words(
+    "_buffers _modules _parameters _module_classes_to_ignore _world _fqns "
+    "_process_group"  # of torch's ShardedTensor
+)
 HOOK_REGISTRATIONS = words(
     "queue_callback register_backward_hook register_forward_hook register_forward_pre_hook "
     "register_full_backward_hook register_full_backward_pre_hook register_hook "
@@ -233,8 +228,8 @@ def imports_of(source: Source, *prefixes: str) -> list[str]:
     ]
 
 
-def circles(sources: list[Source]) -> list[str]:
-    """Return the circles of imports between files; those for type checking count."""
+def circle(sources: list[Source]) -> list[str]:
+    """Return the files of a circle of imports, if there is one; those for type checking count."""
     known = {source.module: source.path for source in sources}
     below: dict[str, set[str]] = {source.path: set() for source in sources}
     for source in sources:
@@ -242,53 +237,32 @@ def circles(sources: list[Source]) -> list[str]:
             target = known.get(name) or known.get(name.rpartition(".")[0])
             if target not in (None, source.path) and not target.endswith("__init__.py"):
                 below[source.path].add(target)
-
-    def reached(start: str) -> set[str]:
-        found, todo = set[str](), [start]
-        while todo:
-            for target in below[todo.pop()] - found:
-                found.add(target)
-                todo.append(target)
-        return found
-
-    reach = {path: reached(path) for path in below}
-    found = {
-        tuple(sorted(other for other in reach[path] if path in reach[other]))
-        for path in below
-        if path in reach[path]
-    }
-    return [" ".join(files) for files in sorted(found)]
+    try:
+        graphlib.TopologicalSorter(below).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return []
 
 
 def attributes_of(cls: ast.ClassDef) -> set[str]:
     """The names that a class's methods set on ``self``, and that its body declares."""
-    found = set()
-    for node in cls.body:
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            found.add(node.target.id)
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            for inner in ast.walk(node):
-                if (
-                    isinstance(inner, ast.Attribute)
-                    and isinstance(inner.ctx, ast.Store)
-                    and isinstance(inner.value, ast.Name)
-                    and inner.value.id == "self"
-                ):
-                    found.add(inner.attr)
-    return found
-
-
-def classes_in(source: Source) -> Iterator[ast.ClassDef]:
-    for node in source.nodes:
-        if isinstance(node, ast.ClassDef):
-            yield node
+    declared = {ast.unparse(node.target) for node in cls.body if isinstance(node, ast.AnnAssign)}
+    methods = [node for node in cls.body if isinstance(node, ast.FunctionDef)]
+    return declared | {
+        node.attr
+        for method in methods
+        for node in ast.walk(method)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and ast.unparse(node.value) == "self"
+    }
 
 
 def private_reaches(sources: list[Source]) -> list[str]:
     """Return where a private attribute of a class is used outside of the file that defines it."""
     owners: dict[str, set[str]] = {}
     for source in sources:
-        for cls in classes_in(source):
+        for cls in (node for node in source.nodes if isinstance(node, ast.ClassDef)):
             methods = {node.name for node in cls.body if isinstance(node, ast.FunctionDef)}
             for name in attributes_of(cls) | methods:
                 if name.startswith("_") and not name.startswith("__"):
@@ -319,7 +293,7 @@ def test_every_module_of_the_package_has_a_layer() -> None:
 
 
 def test_imports_form_no_cycle() -> None:
-    report(circles(sources()), "Files that import each other, for type checking too:")
+    report(circle(sources()), "Files that import each other, for type checking too:")
 
 
 def test_no_file_reaches_for_private_attributes_of_another_files_classes() -> None:

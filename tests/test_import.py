@@ -1,15 +1,15 @@
-"""What importing the package loads, and what it changes in torch, in fresh processes."""
+"""What importing the package loads, and what it changes in torch, in a fresh process and forks."""
 
 from __future__ import annotations
 
 import json
-import pydoc
 
-import fsdp_compat
 from tests.support.programs import ROOT, python
 
 PROGRAM = """
-import json, os, sys, types
+import atexit, json, os, sys, types
+import fsdp_compat
+assert "torch" not in sys.modules
 import torch
 import torch.distributed as dist
 
@@ -21,7 +21,12 @@ def import_api_and_wrap():
 
 def import_all():
     from fsdp_compat import FSDPModule
-    return loaded("fsdp", "checkpoint", "tensor") + compiler()
+    found = loaded("fsdp", "checkpoint", "tensor") + compiler()
+    for name in ("checkpoint", "optim"):
+        assert getattr(fsdp_compat, name) is sys.modules[f"fsdp_compat.{name}"]
+    for name in ("no_such_name", "_no_such_name", "__bool__", "a.b", "no.such.name", ""):
+        assert not hasattr(fsdp_compat, name), name
+    return found
 
 def step():
     import fsdp_compat
@@ -32,17 +37,32 @@ def step():
     model.state_dict()
     return compiler()
 
+def handlers():
+    found = {"fork": [], "exit": []}
+
+    def recorded(kind, register):
+        def call(*args, **kwargs):
+            found[kind].append(sys._getframe(1).f_globals["__name__"])
+            return register(*args, **kwargs)
+        return call
+
+    os.register_at_fork = recorded("fork", os.register_at_fork)
+    atexit.register = recorded("exit", atexit.register)
+    import fsdp_compat.checkpoint
+    fsdp_compat.__all__  # loads the package
+    return found
+
 def loaded(*names):
     return [name for name in names if f"torch.distributed.{name}" in sys.modules]
 
 def compiler():
     return ["torch._dynamo"] if "torch._dynamo" in sys.modules else []
 
-for call in (import_api_and_wrap, import_all, step):
+for call in (import_api_and_wrap, import_all, step, handlers):
     child = os.fork()
     if not child:
         found = call()
-        print(json.dumps([call.__name__, found]), flush=True)
+        print(json.dumps(found), flush=True)
         os._exit(0)
     os.waitpid(child, 0)
 from torch.distributed.checkpoint import state_dict
@@ -72,11 +92,9 @@ def changed(before, after):
     return [number for number, (a, b) in enumerate(zip(before, after)) if a is not b and a != b]
 
 before = looks()
-import fsdp_compat
 fsdp_compat.install  # all names come with the first
 found = [changed(before, looks())]
-store = torch.distributed.HashStore()
-torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 for _ in range(2):
     fsdp_compat.FullyShardedDataParallel(torch.nn.Linear(2, 2))
     found.append(changed(before, looks()))
@@ -87,62 +105,14 @@ print(json.dumps(found))
 
 
 def test_importing_loads_nothing_heavy_and_the_first_wrapped_model_changes_torch() -> None:
-    """And one call undoes the changes. No compiler is imported by a step either."""
+    """And one call undoes the changes. No compiler is imported by a step either. The handlers of
+    forks and exits are those that are listed."""
     ended = python("-c", PROGRAM)
-    *loaded, changed = (json.loads(line) for line in ended.stdout.splitlines())
-    calls = ("import_api_and_wrap", "import_all", "step")
-    assert loaded == [[name, []] for name in calls]
+    *loaded, found, changed = (json.loads(line) for line in ended.stdout.splitlines())
+    assert loaded == [[], [], []]
     everything = list(range(12))
     assert changed == [[], everything, [], everything, []]
 
-
-LAZY = """
-import sys
-import fsdp_compat
-assert "torch" not in sys.modules
-names = dir(fsdp_compat)
-for name in ("checkpoint", "optim"):
-    assert getattr(fsdp_compat, name) is sys.modules[f"fsdp_compat.{name}"] and name in names
-for name in ("no_such_name", "_no_such_name", "__bool__", "a.b", "no.such.name", ""):
-    assert not hasattr(fsdp_compat, name), name
-"""
-
-
-def test_the_package_is_lazy_in_every_program_and_knows_its_modules() -> None:
-    python("-c", LAZY)
-
-
-def test_dir_and_help_show_the_names_and_the_modules() -> None:
-    shown = dir(fsdp_compat)
-    assert {*fsdp_compat.__all__, "checkpoint", "errors", "optim", "wrap"} <= set(shown)
-    assert [name for name in shown if name.startswith("_")] == ["__version__"]
-    text = pydoc.render_doc(fsdp_compat, renderer=pydoc.plaintext)
-    summary, _, contents = text.partition("PACKAGE CONTENTS")
-    for name in ("FullyShardedDataParallel", "fully_shard", "plan", "checkpoint", "optim"):
-        assert name in summary and name in contents
-
-
-HANDLERS = """
-import atexit, json, os, sys
-import torch.distributed
-found = {"fork": [], "exit": []}
-
-def recorded(kind, register):
-    def call(*args, **kwargs):
-        found[kind].append(sys._getframe(1).f_globals["__name__"])
-        return register(*args, **kwargs)
-    return call
-
-os.register_at_fork = recorded("fork", os.register_at_fork)
-atexit.register = recorded("exit", atexit.register)
-import fsdp_compat, fsdp_compat.checkpoint
-fsdp_compat.__all__  # loads the package
-print(json.dumps(found))
-"""
-
-
-def test_the_fork_and_exit_handlers_of_importing_are_those_that_are_listed() -> None:
-    found = json.loads(python("-c", HANDLERS).stdout)
     waits, background = "fsdp_compat._comm.divergence", "fsdp_compat.checkpoint._background"
     connections = "fsdp_compat._comm.gloo_connections"
     assert {*found["fork"]} == {f"{waits}.progress", f"{waits}.deadlock", connections, background}

@@ -1,5 +1,5 @@
-"""A user's program with both front ends, for type checkers: `mypy --strict tests/typed_program.py`
-must find the package, and no error. Never run; `test_types.py` checks it."""
+"""A user's program with both front ends, for type checkers. Never run: `mypy` reads it beside the
+package, and must find no error."""
 
 from __future__ import annotations
 
@@ -105,6 +105,7 @@ def wrapper(net: Net) -> FSDP:
 def in_place(net: Net) -> FSDPModule:
     mesh = init_device_mesh("cpu", (2,))
     layers = [fully_shard(layer, mesh=mesh) for layer in net.layers]
+    FSDP(net, auto_wrap_policy="auto", sync_module_states=True)
     layers[0].set_modules_to_forward_prefetch([net.layers[1]])
     pair: list[nn.Linear] = [nn.Linear(8, 8), nn.Linear(8, 8)]
     assert_type(fully_shard(pair), list[FSDPModule])

@@ -27,8 +27,6 @@ def needs(extra: str, *packages: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(bool(missing), reason=reason)
 
 
-marks = [pytest.mark.clients, needs("clients", *CLIENTS)]
-
 TORCHRUN = (*("-m", "torch.distributed.run", "--standalone"), "--nproc-per-node", "2")
 INSTALLED = ("-m", "fsdp_compat", "run")
 

@@ -42,13 +42,7 @@ OPTIMIZERS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("AdaFactor", {"lr": 0.02}),
         ("Adan", {"lr": 0.02}),
         ("CAME", {"lr": 0.02}),
-        (
-            "GaLore",
-            {
-                "lr": 0.02,
-                "group": {"rank": 4, "update_proj_gap": 2, "scale": 1.0, "projection_type": "std"},
-            },
-        ),
+        ("GaLore", {"lr": 0.02, "group": GALORE}),
         ("LARS", {"lr": 0.02}),
         ("Lamb", {"lr": 0.02}),
         ("Lion", {"lr": 0.002}),

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.clients.launch import CLIENTS, needs
-from tests.examples.test_readme import START, blocks, run
+from tests.examples.test_readme import blocks
+from tests.examples.test_recipes import run_recipe
 from tests.support.ranks import run_ranks
 
 pytestmark = [pytest.mark.clients, needs("clients", "transformers")]
 
 
 def _train_and_export(directory: str) -> list[str]:
-    os.chdir(directory)
     (recipe,) = blocks("examples/README.md", "python", "A Transformers model")
-    names: dict[str, Any] = {}
-    run(START, names)
-    run(recipe, names)
+    names = run_recipe(recipe, directory)
     assert names["text"].shape == (4, 12)
     return sorted(os.listdir("runs/llama"))
 
@@ -31,12 +28,8 @@ def test_a_trained_model_is_one_that_from_pretrained_loads(tmp_path: Path) -> No
 
 
 def _train_adapter(directory: str) -> int:
-    os.chdir(directory)
     (recipe,) = blocks("examples/README.md", "python", "LoRA")
-    names: dict[str, Any] = {}
-    run(START, names)
-    run(recipe, names)
-    names["dist"].barrier()
+    run_recipe(recipe, directory)["dist"].barrier()
     from safetensors.torch import load_file
 
     return len(load_file("runs/lora/adapter_model.safetensors"))

@@ -83,23 +83,15 @@ def test_every_recipe_of_the_checkpoint_tools_runs(
     lay_out(tmp_path)
     monkeypatch.chdir(tmp_path)
     assert len(lines()) >= 12
-    said: dict[str, str] = {}
-    statuses: dict[str, int] = {}
     for line in lines():
         program, *arguments = shlex.split(line)
-        assert program == "fsdp-compat"
         result = run(*arguments)
-        statuses[line], said[line] = result.exit_code, result.stdout
-        assert result.exit_code in (0, 1), f"{line}\n{result.output}"
-    wrong = [line for line, status in statuses.items() if status != line.startswith(DIFFERENT)]
-    assert wrong == [], "\n".join(said[line] for line in wrong)
+        assert program == "fsdp-compat"
+        # its weights are rounded, its optimizer is gone
+        is_different = line.startswith("fsdp-compat diff runs/7/step-00001100")
+        assert result.exit_code == is_different, f"{line}\n{result.output}"
+        assert "--json" not in line or 'is_same": true' in result.stdout
     assert_targets_hold_the_model()
-    assert 'is_same": true' in next(text for line, text in said.items() if "--json" in line)
-
-
-DIFFERENT = (
-    "fsdp-compat diff runs/7/step-00001100"  # its weights are rounded, its optimizer is gone
-)
 
 
 def assert_targets_hold_the_model() -> None:

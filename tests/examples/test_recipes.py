@@ -45,8 +45,9 @@ def test_the_elastic_recipe_does_not_depend_on_what_was_lost(tmp_path: Path) -> 
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
-def _uneven(directory: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the parameters of the recipe, and of one process that takes the batches there are."""
+def _uneven(directory: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float]]:
+    """Return the parameters of the recipe, and of one process that takes the batches there are; and
+    the weights on a rank without a batch, or with three."""
     (recipe,) = blocks("examples/README.md", "python", UNEVEN)
     trained = run_recipe(recipe, directory)
     net = run_recipe("", directory)["net"]
@@ -60,56 +61,43 @@ def _uneven(directory: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         (sum(losses) / len(losses)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    found = checkpoint.iter_full_state_dict(trained["model"])
-    return dict(found), net.state_dict()
+    found = dict(checkpoint.iter_full_state_dict(trained["model"]))
+    steps = trained["even_steps"](range(3 * dist.get_rank()), "any")
+    weights = [weight for batch, weight in steps if batch == "any" or weight]
+    return found, net.state_dict(), weights
 
 
 def test_uneven_batches_train_as_the_batches_there_are(tmp_path: Path) -> None:
-    for found, expected in run_ranks(2, _uneven, tmp_path):
+    results = run_ranks(2, _uneven, tmp_path)
+    for found, expected, _ in results:
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+    assert [weights for *_, weights in results] == [[0.0, 0.0, 0.0], [2.0, 2.0, 2.0]]
 
 
-def _no_batch(directory: Path) -> list[float]:
-    (recipe,) = blocks("examples/README.md", "python", UNEVEN)
-    steps = run_recipe(recipe, directory)["even_steps"](range(3 * dist.get_rank()), "any")
-    return [weight for batch, weight in steps if batch == "any" or weight]
+ODD = {
+    "flag": torch.tensor(True),
+    "half": torch.arange(3).half(),
+    "count": torch.tensor(7),
+    "none": torch.zeros(0, 3),
+    "columns": torch.arange(6.0).view(2, 3).T,
+    "large": torch.ones(30),
+}
 
 
-def test_a_rank_without_batches_gets_the_one_that_it_passes(tmp_path: Path) -> None:
-    assert run_ranks(2, _no_batch, tmp_path) == [[0.0, 0.0, 0.0], [2.0, 2.0, 2.0]]
-
-
-def _received(directory: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _received(directory: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], list[Any]]:
+    """Return what the engine receives, the values, and what buckets of 40 bytes hold of ODD."""
     (recipe,) = blocks("examples/CHECKPOINTS.md", "python", ENGINE)
-    return run_recipe(recipe, directory)["received"], run_recipe("", directory)["net"].state_dict()
+    names, buckets = run_recipe(recipe, directory), []
+    for about, values in names["buckets"](ODD.items(), 40):
+        received = dict(names["unpack"](about, values))
+        assert all(torch.equal(value, ODD[name]) for name, value in received.items())
+        buckets.append(([*received], values.numel()))
+    return names["received"], run_recipe("", directory)["net"].state_dict(), buckets
 
 
-def test_an_inference_engine_receives_the_weights_bit_by_bit(tmp_path: Path) -> None:
-    for found, values in run_ranks(2, _received, tmp_path):
+def test_an_inference_engine_receives_the_weights_in_buckets_bit_by_bit(tmp_path: Path) -> None:
+    for found, values, buckets in run_ranks(2, _received, tmp_path):
         expected = {name: value.bfloat16() for name, value in values.items()}
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
-
-
-def _buckets(directory: Path) -> list[tuple[list[str], int, bool]]:
-    (recipe,) = blocks("examples/CHECKPOINTS.md", "python", ENGINE)
-    names = run_recipe(recipe, directory)
-    odd = {
-        "flag": torch.tensor(True),
-        "half": torch.arange(3).half(),
-        "count": torch.tensor(7),
-        "none": torch.zeros(0, 3),
-        "columns": torch.arange(6.0).view(2, 3).T,
-        "large": torch.ones(30),
-    }
-    found = []
-    for about, values in names["buckets"](odd.items(), 40):
-        received = dict(names["unpack"](about, values))
-        same = all(torch.equal(value, odd[name]) for name, value in received.items())
-        found.append((list(received), values.numel(), same))
-    return found
-
-
-def test_buckets_hold_tensors_of_any_dtype_and_shape(tmp_path: Path) -> None:
-    ((*first, last),) = run_ranks(1, _buckets, tmp_path)
-    assert first == [(["flag", "half", "count", "none", "columns"], 1 + 6 + 8 + 24, True)]
-    assert last == (["large"], 120, True)
+        small = ["flag", "half", "count", "none", "columns"]
+        assert buckets == [(small, 1 + 6 + 8 + 24), (["large"], 120)]

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import runpy
-import shlex
 import shutil
 import signal
 import sys
@@ -21,10 +20,10 @@ import torch
 import torch.distributed as dist
 
 from examples import train_gpt
+from tests.examples.test_commands import torchrun
 from tests.examples.test_readme import blocks
-from tests.support.programs import python
+from tests.support.programs import Launcher
 from tests.support.ranks import run_ranks
-from tests.support.sampling import sample
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
@@ -43,9 +42,8 @@ def assert_same_curve(actual: Losses, expected: Losses) -> None:
         assert loss == pytest.approx(right, rel=1e-6 if step <= NUM_STEPS else 1e-4), f"step {step}"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_is_recorded_once_and_its_handler_restored(number: signal.Signals) -> None:
-    before = signal.getsignal(number)
+def test_a_signal_is_recorded_once_and_its_handler_restored() -> None:
+    number, before = signal.SIGINT, signal.getsignal(signal.SIGINT)
     with train_gpt.stop_requests() as asked:
         assert not any(asked.values())
         signal.raise_signal(number)
@@ -105,20 +103,15 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Losses]:
 
 
 def test_the_loss_falls(one_process: dict[str, Losses]) -> None:
-    assert [step for step, _ in one_process["train"]] == list(range(1, NUM_STEPS + 1))
-    assert [step for step, _ in one_process["validation"]] == [4, 8, 12]
+    for kind, steps in (("train", range(1, NUM_STEPS + 1)), ("validation", (4, 8, 12))):
+        assert [step for step, _ in one_process[kind]] == list(steps)
+        assert one_process[kind][-1][1] < 6.0
     assert one_process["train"][0][1] == pytest.approx(6.91, abs=0.1)  # log(1000): untrained
-    assert one_process["train"][-1][1] < 6.0
-    assert one_process["validation"][-1][1] < 6.0
 
 
-@pytest.mark.parametrize(("batch", "num_ranks"), sample([(7, 3), (2, 4)], 1))
-def test_losses_do_not_depend_on_unequal_or_empty_parts_of_the_batch(
-    batch: int, num_ranks: int, tmp_path: Path
-) -> None:
-    options = ["--steps", "4", "--batch", str(batch), "--validate-every", "2"]
-    expected = trained(1, tmp_path, *options)
-    actual = trained(num_ranks, tmp_path, *options)
+def test_losses_do_not_depend_on_unequal_or_empty_parts_of_the_batch(tmp_path: Path) -> None:
+    options = ["--steps", "4", "--batch", "2", "--validate-every", "2"]
+    expected, actual = (trained(ranks, tmp_path, *options) for ranks in (1, 3))
     assert_same_curve(actual["train"], expected["train"])
     assert_same_curve(actual["validation"], expected["validation"])
 
@@ -149,36 +142,21 @@ def test_a_run_resumes_with_other_ranks_and_strategy(
     assert losses["starts"] == [[0, 2], [2, 3], [4, 1], [6, 2]]
 
 
-def test_every_rank_learns_why_the_run_cannot_start(four_steps: Path, tmp_path: Path) -> None:
-    run = four_steps
+def test_every_rank_learns_why_the_run_cannot_start(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    trained(2, tmp_path, "--steps", "4", "--save-every", "2", "--checkpoint-dir", str(run))
     damaged = Path(shutil.copytree(run, tmp_path / "damaged"))
     for file in (damaged / "step-00000004").glob("*.safetensors"):
         file.write_bytes(file.read_bytes()[:-1])
-    cases = (
-        (
-            ["--checkpoint-dir", str(damaged), "--resume", "--steps", "5"],
-            f"--resume: {damaged} cannot be loaded.",
-        ),
-        (
-            ["--checkpoint-dir", str(run), "--resume", "--dim", "64"],
-            f"--resume: {run} cannot be loaded.",
-        ),
-        (["--checkpoint-dir", str(run), "--resume", "--seed", "1"], "'seed': 0} as before, got"),
-        (["--checkpoint-dir", str(run)], f"none for a new run, got {run}/step-00000004"),
-    )
-    for options, message in cases:
-        told = run_ranks(2, _refusal, [*SMALL, *options])
+    for folder, options, message in (
+        (damaged, ["--resume", "--steps", "5"], f"--resume: {damaged} cannot be loaded."),
+        (run, ["--resume", "--dim", "64"], f"--resume: {run} cannot be loaded."),
+        (run, ["--resume", "--seed", "1"], "'seed': 0} as before, got"),
+        (run, [], f"none for a new run, got {run}/step-00000004"),
+    ):
+        told = run_ranks(2, _refusal, [*SMALL, "--checkpoint-dir", str(folder), *options])
         assert told[0] == told[1]
         assert message in told[0]
-
-
-@pytest.fixture(scope="module")
-def four_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint directory of two ranks, saved after steps 2 and 4."""
-    directory = tmp_path_factory.mktemp("four")
-    run = directory / "run"
-    trained(2, directory, "--steps", "4", "--save-every", "2", "--checkpoint-dir", str(run))
-    return run
 
 
 def test_a_signal_to_one_rank_stops_and_saves_on_all(
@@ -194,25 +172,20 @@ def test_a_signal_to_one_rank_stops_and_saves_on_all(
     assert_same_curve(resumed["train"], one_process["train"][:5])
 
 
-# --- whole programs, started as users do ----------------------------------------------------------
-
-
-def command(*launcher: str) -> list[str]:
-    """Return the command line that starts the example with SMALL sizes."""
-    return [sys.executable, *launcher, str(ROOT / "examples" / "train_gpt.py"), *SMALL]
+# --- whole programs -------------------------------------------------------------------------------
 
 
 def _python_alone(folder: Path, arguments: list[str]) -> tuple[Any, str]:
     """As without a launcher, but in a process that has imported torch already."""
     os.chdir(folder)
     dist.destroy_process_group()
-    out, (_, *argv) = io.StringIO(), [*command(), *arguments]
+    out, program = io.StringIO(), str(ROOT / "examples" / "train_gpt.py")
     with (
-        mock.patch.object(sys, "argv", argv),
+        mock.patch.object(sys, "argv", [program, *SMALL, *arguments]),
         contextlib.redirect_stdout(out),
         pytest.raises(SystemExit) as ended,
     ):
-        runpy.run_path(argv[0], run_name="__main__")
+        runpy.run_path(program, run_name="__main__")
     return ended.value.code, out.getvalue()
 
 
@@ -243,32 +216,24 @@ def learning_rate(step, peak):
         killed.touch()
         os.kill(os.getpid(), signal.SIGKILL)
     return right(step, peak)
-train_gpt.learning_rate = learning_rate
+train_gpt.learning_rate, train_gpt.plot = learning_rate, lambda *_: None
 sys.exit(train_gpt.main())
 """
 
 
 def test_a_killed_worker_is_replaced_and_the_losses_stay_the_same(
-    one_process: dict[str, Losses], tmp_path: Path
+    one_process: dict[str, Losses], launcher: Launcher, tmp_path: Path
 ) -> None:
     """It is torchrun's command in examples/README.md."""
-    [(export, torchrun)] = [
-        block.splitlines()
-        for block in blocks("examples/README.md", "sh", "A worker or a node that is lost")
-    ]
+    (script,) = blocks("examples/README.md", "sh", "A worker or a node that is lost")
     (tmp_path / "dies.py").write_text(DIES)
-    torchrun = torchrun.replace("torchrun", "-m torch.distributed.run")
-    ran = python(
-        *shlex.split(torchrun.replace("examples/train_gpt.py", "dies.py")),
-        *(*SMALL, *VALIDATE, "--steps", NUM_STEPS),
-        *("--save-every", "5", "--losses", "losses.json"),
-        folder=tmp_path,
-        OMP_NUM_THREADS="1",
-        **dict([export.removeprefix("export ").split("=")]),
-    )
+    arguments = [*SMALL, *VALIDATE, "--steps", str(NUM_STEPS), "--save-every", "5"]
+    script = script.replace("examples/train_gpt.py", "dies.py").strip()
+    (ran,) = torchrun(launcher, f"{script} {' '.join(arguments)} --losses losses.json", tmp_path)
+    assert ran.code == 0, ran
     losses = json.loads((tmp_path / "losses.json").read_text())
     assert losses["starts"] == [[0, 2], [5, 2]]
-    assert "\nresumed from step 5 (saved by 2 ranks) on 2 ranks\n" in ran.stdout
-    assert "\ndone: steps 1-5 on 2 ranks, 6-12 on 2 ranks; loss " in ran.stdout
+    assert "\nresumed from step 5 (saved by 2 ranks) on 2 ranks\n" in ran.out
+    assert "\ndone: steps 1-5 on 2 ranks, 6-12 on 2 ranks; loss " in ran.out
     assert_same_curve(losses["train"], one_process["train"])
     assert_same_curve(losses["validation"], one_process["validation"])

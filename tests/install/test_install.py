@@ -6,13 +6,11 @@ fresh one: what was imported before, and when, is the point."""
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.tools.program import run
-from tests.support.programs import Launcher, python
+from tests.support.programs import Launcher
 from tests.support.sampling import sample
 
 # Parts of torch that import names of torch.distributed.fsdp.
@@ -48,14 +46,6 @@ NAMES = {
     "._shard_utils": "_create_chunk_sharded_tensor",
     "._fsdp_extensions": "FSDPExtensions",
 }
-
-
-@pytest.fixture(scope="module")
-def launcher() -> Iterator[Launcher]:
-    """It has imported torch's DTensors, and nothing of torch.distributed.fsdp."""
-    launcher = Launcher("torch.distributed.tensor", options=("-W", "ignore"))
-    yield launcher
-    launcher.close()
 
 
 def assert_passes(launcher: Launcher, folder: Path, program: str, *arguments: str) -> None:
@@ -104,9 +94,14 @@ def test_every_name_is_ours_and_with_uninstall_torchs_again(
         from torch.distributed.checkpoint import state_dict
         from torch.distributed._composable.fsdp import fully_shard as composable
         assert (state_dict.FSDP, composable) == ours
+        from torch._dynamo.eval_frame import OptimizedModule
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        ours[0](torch.nn.Linear(2, 2))
+        assert "_load_from_state_dict" in vars(OptimizedModule)
 
         fsdp_compat.uninstall()
         fsdp_compat.uninstall()
+        assert "_load_from_state_dict" not in vars(OptimizedModule), "the class inherits it"
         import torch.distributed.fsdp as again
         assert again.FullyShardedDataParallel is not ours[0]
         assert again is dist.fsdp and again.wrap.wrap is not fsdp_compat.wrap.wrap
@@ -165,23 +160,6 @@ def test_reloads_keep_ours_and_only_missing_names_are_refused(
     assert_passes(launcher, tmp_path, program)
 
 
-def test_uninstall_leaves_no_attribute_that_a_class_inherits(
-    launcher: Launcher, tmp_path: Path
-) -> None:
-    program = """
-        import torch, torch.distributed as dist
-        from torch._dynamo.eval_frame import OptimizedModule
-        before = "_load_from_state_dict" in vars(OptimizedModule)
-        import fsdp_compat
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        fsdp_compat.FullyShardedDataParallel(torch.nn.Linear(2, 2))
-        assert "_load_from_state_dict" in vars(OptimizedModule)
-        fsdp_compat.uninstall()
-        assert ("_load_from_state_dict" in vars(OptimizedModule)) is before
-    """
-    assert_passes(launcher, tmp_path, program)
-
-
 # What is made, by how it is named.
 LATE = {
     "__main__.Derived": "class Derived(torch.distributed.fsdp.FullyShardedDataParallel): pass",
@@ -217,22 +195,6 @@ def test_what_torch_has_made_already_is_refused_by_name(launcher: Launcher, tmp_
                 finally:
                     os._exit(status)
             assert os.waitpid(process, 0)[1] == 0, name
-    """
-    assert_passes(launcher, tmp_path, program)
-
-
-def test_classes_derived_from_private_ones_are_warned_of(
-    launcher: Launcher, tmp_path: Path
-) -> None:
-    program = """
-        import torch.distributed.fsdp._common_utils as utils
-        import fsdp_compat
-        class Own(utils._FSDPState): pass
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            fsdp_compat.install()
-        texts = [str(each.message) for each in caught]
-        assert any("__main__.Own from _FSDPState" in text for text in texts), texts
     """
     assert_passes(launcher, tmp_path, program)
 
@@ -317,18 +279,28 @@ def test_references_that_install_cannot_replace_build_ours_and_are_named(
     assert_passes(launcher, tmp_path, program)
 
 
-def test_a_torch_that_is_too_old_is_refused(launcher: Launcher, tmp_path: Path) -> None:
+def test_an_old_torch_is_refused_and_classes_derived_from_private_ones_are_warned_of(
+    launcher: Launcher, tmp_path: Path
+) -> None:
     program = """
         import torch
         import fsdp_compat
         fsdp_compat.install  # loads what looks at the version
-        torch.__version__ = "2.9.1+cu128"
+        version, torch.__version__ = torch.__version__, "2.9.1+cu128"
         try:
             fsdp_compat.install()
             assert False
         except fsdp_compat.StateError as error:
             assert "torch 2.9.1" in str(error) and "2.11 or newer" in str(error)
         assert "torch.distributed.fsdp" not in sys.modules
+        torch.__version__ = version
+        import torch.distributed.fsdp._common_utils as utils
+        class Own(utils._FSDPState): pass
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fsdp_compat.install()
+        texts = [str(each.message) for each in caught]
+        assert any("__main__.Own from _FSDPState" in text for text in texts), texts
     """
     assert_passes(launcher, tmp_path, program)
 
@@ -425,15 +397,6 @@ def test_a_fix_without_its_function_is_a_warning_and_not_called_fixed(
     assert_passes(launcher, tmp_path, program)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [(["run", "absent.py"], "there is no file 'absent.py' in "), (["run"], "expected a program")],
-)
-def test_run_without_a_program_says_so(arguments: list[str], message: str) -> None:
-    status, _, err = run(*arguments)
-    assert status == 2 and message in err
-
-
 def test_threads_may_install_and_uninstall_at_once(launcher: Launcher, tmp_path: Path) -> None:
     program = """
         import threading
@@ -466,21 +429,25 @@ print(FullyShardedDataParallel.__module__, sys.argv[1:])
 """
 
 
+RUN = """
+import os, runpy, sys
+os.chdir(sys.argv.pop(1))
+os.environ["FSDP_COMPAT_LOG"] = "install"
+runpy.run_module("fsdp_compat", run_name="__main__", alter_sys=True)
+"""
+
+
 @pytest.mark.parametrize("as_module", sample([False, True], 1))
 def test_run_starts_a_program_with_ours_and_logs_what_it_reads(
-    as_module: bool, tmp_path: Path
+    as_module: bool, launcher: Launcher, tmp_path: Path
 ) -> None:
     (tmp_path / "program.py").write_text("from helper import PROGRAM\nexec(PROGRAM)\n")
     (tmp_path / "helper.py").write_text(f"PROGRAM = {PROGRAM!r}")
-    target = ["-m", "program"] if as_module else [str(tmp_path / "program.py")]
-    command = ("-W", "ignore", "-m", "fsdp_compat", "run", *target, "--lr", "-m")
-    ran = python(*command, folder=tmp_path, FSDP_COMPAT_LOG="install")
-    assert ran.stdout.split(maxsplit=1) == [
-        "fsdp_compat.fully_sharded_data_parallel",
-        "['--lr', '-m']\n",
-    ]
-    assert "modules replaced: torch.distributed.fsdp, " in ran.stderr
+    target = ["-m", "program"] if as_module else ["program.py"]
+    (ran,) = launcher.run(RUN, [[tmp_path, "run", *target, "--lr", "-m"]], tmp_path)
+    assert ran.out == "fsdp_compat.fully_sharded_data_parallel ['--lr', '-m']\n", ran
+    assert "modules replaced: torch.distributed.fsdp, " in ran.err
     read = (
         "private name torch.distributed.fsdp._common_utils.clean_tensor_name is read (<string>:4)"
     )
-    assert read in ran.stderr
+    assert read in ran.err
