@@ -1,5 +1,5 @@
 """The commands of examples/TROUBLESHOOTING.md run as they stand there, in processes that have torch
-already. test_readme.py runs those of README.md's "Commands", .ci/run those of "Two commands",
+already. test_readme.py runs those of README.md's "First steps", .ci/run those of "Two commands",
 test_checkpoint_recipes.py those of checkpoints."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.tools.program import run
-from tests.examples.test_readme import PROGRAMS, blocks
+from tests.examples.test_readme import PROGRAM, blocks
 from tests.support.programs import Ended, Launcher
 
 pytestmark = pytest.mark.slow
@@ -49,7 +49,7 @@ def test_the_commands_of_a_run_that_hangs_name_the_rank_that_died(
     launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dies = "    if distributed.get_rank() == 1 and loss < 1.5:\n        os.kill(os.getpid(), 9)\n"
-    head, _, loop = PROGRAMS[0].partition("    loss.backward()\n")
+    head, _, loop = PROGRAM.partition("    loss.backward()\n")
     (tmp_path / "train.py").write_text(f"import os\n{head}{dies}    loss.backward()\n{loop}")
     (script,) = blocks("examples/TROUBLESHOOTING.md", "sh", "A run that hangs")
     export, command, diagnose, spy = script.replace("/dev/shm", str(tmp_path)).splitlines()
