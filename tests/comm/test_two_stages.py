@@ -3,7 +3,6 @@ between hosts, parity of both front ends, and what happens when a rank or a host
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import signal
@@ -32,9 +31,9 @@ from tests.support.live_bytes import LiveBytes
 from tests.support.models import Block
 from tests.support.pairwise import each_value
 from tests.support.parity import accumulates, make_pair, whole
-from tests.support.programs import Launcher
+from tests.support.programs import launch
 from tests.support.ranks import on_ranks, run_ranks
-from tests.support.same_host import copied_or_sent
+from tests.support.same_host import COPIED, MESSAGES, copied_or_sent
 
 ORDERS = pytest.mark.parametrize("of_ranks", [BY_HOST, BY_PLACE], ids=["by host", "by place"])
 NUMELS = 1, 1_003, 70_001  # of a shard
@@ -271,14 +270,11 @@ def _sent_in_a_step(of_ranks: Sequence[int], strategy: ShardingStrategy) -> tupl
         return 6 * 4 * (64 * 64 + 64), sum(sent)
 
 
-@each_value
-@pytest.mark.parametrize("places", [2, 4])
 @pytest.mark.parametrize("strategy, times", [("FULL_SHARD", 17 / 12), ("NO_SHARD", 1)])
-def test_every_value_leaves_its_host_once(strategy: str, times: float, places: int) -> None:
+def test_every_value_leaves_its_host_once(strategy: str, times: float) -> None:
     """With 2 hosts, half of a unit for each all-gather and each reduce-scatter."""
-    of_ranks = [host for host in range(2) for _ in range(places)]
-    found = run_ranks(2 * places, _sent_in_a_step, of_ranks, ShardingStrategy[strategy])
-    for of_host in (found[:places], found[places:]):
+    found = run_ranks(4, _sent_in_a_step, BY_HOST, ShardingStrategy[strategy])
+    for of_host in (found[:2], found[2:]):
         sent = sum(nbytes for _, nbytes in of_host)
         assert sent == pytest.approx(times * of_host[0][0], rel=0.05)
 
@@ -292,6 +288,7 @@ from tests.support.hosts import BY_HOST, hosts
 from torch import nn
 
 rank, path, strategy, lost = int(sys.argv[1]), sys.argv[2], sys.argv[3], eval(sys.argv[4])
+os.environ["FSDP_COMPAT_SAME_HOST"] = sys.argv[5]
 dist.init_process_group("gloo", store=dist.FileStore(path, 4), rank=rank, world_size=4)
 with hosts(BY_HOST):
     model = FullyShardedDataParallel(
@@ -311,20 +308,20 @@ with hosts(BY_HOST):
 """
 
 
-@copied_or_sent
-def test_survivors_of_a_killed_rank_or_host_fail_soon_and_for_good(
-    environment: dict[str, str], tmp_path: Path
-) -> None:
-    cases = [("FULL_SHARD", (3,)), ("FULL_SHARD", (2, 3)), ("NO_SHARD", (0,))]
+def test_survivors_of_a_killed_rank_or_host_fail_soon_and_for_good(tmp_path: Path) -> None:
+    cases = [
+        ("FULL_SHARD", (3,), COPIED),
+        ("FULL_SHARD", (2, 3), MESSAGES),
+        ("NO_SHARD", (0,), COPIED),
+        ("NO_SHARD", (0,), MESSAGES),
+    ]
     arguments = [
-        (rank, tmp_path / f"{number}", strategy, str(lost).replace(" ", ""))
-        for number, (strategy, lost) in enumerate(cases)
+        (rank, tmp_path / f"{number}", strategy, lost, environment["FSDP_COMPAT_SAME_HOST"])
+        for number, (strategy, lost, environment) in enumerate(cases)
         for rank in range(4)
     ]
-    imports = "torch._dynamo", "fsdp_compat.fully_sharded_data_parallel", "tests.support.hosts"
-    with contextlib.closing(Launcher(*imports, **environment)) as launcher:
-        ended = launcher.run(LOST, arguments, tmp_path)
-    for number, (strategy, lost) in enumerate(cases):
+    ended = launch(LOST, arguments, tmp_path)
+    for number, (strategy, lost, _) in enumerate(cases):
         for rank, each in enumerate(ended[4 * number : 4 * number + 4]):
             if rank in lost:
                 assert each.code == -signal.SIGKILL
