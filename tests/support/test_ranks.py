@@ -215,32 +215,31 @@ def test_a_failure_is_shown_when_another_rank_does_not_come_back(
 
 # --- the end of pytest ---
 
+
+def _tells_and_sleeps(path: str) -> None:
+    Path(path).write_text(str(os.getpid()))
+    time.sleep(600)
+
+
 _PARENT = """
-import os, signal, time
+import signal, sys
 from tests.support.ranks import run_ranks
+from tests.support.test_ranks import _tells_and_sleeps
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
-print(*run_ranks(1, os.getpid), flush=True)
-run_ranks(1, time.sleep, 600)
+for _ in range(2):
+    try:
+        run_ranks(1, _tells_and_sleeps, sys.argv[1])
+    except KeyboardInterrupt:
+        pass
 """
 
 
-def test_rank_processes_end_with_their_parent_whatever_they_do() -> None:
-    parents = {}
-    for ending in (signal.SIGINT, signal.SIGKILL):
-        parents[ending] = subprocess.Popen(
-            [sys.executable, "-c", _PARENT],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-    for ending, parent in parents.items():
-        with parent:
-            assert parent.stdout is not None
-            end = os.pidfd_open(int(parent.stdout.readline()))
+def test_rank_processes_end_with_their_call_or_their_parent(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with subprocess.Popen([sys.executable, "-c", _PARENT, str(pipe)], cwd=ROOT) as parent:
+        for ending in (signal.SIGINT, signal.SIGKILL):
+            end = os.pidfd_open(int(pipe.read_text()))
             parent.send_signal(ending)
-            assert parent.wait(20) == -ending
-        assert select.select([end], [], [], 10)[0], (
-            f"a rank process outlived a parent ended by {ending.name}"
-        )
-        os.close(end)
+            assert select.select([end], [], [], 10)[0], f"a rank process outlived {ending.name}"
+            os.close(end)
