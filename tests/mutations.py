@@ -512,7 +512,7 @@ BREAKS = (
         "the death of a peer is not noticed",
         "return bool(self._counters[_CLOSED]) or self._process.has_ended()",
         "return bool(self._counters[_CLOSED])",
-        "tests/comm/test_counters.py -k ends",
+        f"{FRONTENDS}/ranks/test_divergence.py -k counters",
     ),
     Break(
         "a message replaces one that was not read",
@@ -524,7 +524,7 @@ BREAKS = (
         "gathers over hosts end in the order of the calls",
         "            self._end_gather(next(iter(self._gathers.values())), what)\n",
         "            self._end_gather(handle, what)\n",
-        f"{TWO_STAGES} -k other_orders",
+        f"{TWO_STAGES} -k different_units",
     ),
     Break(
         "sums of a host are not rounded",

@@ -80,50 +80,6 @@ def test_collectives_are_right_in_the_defined_order(
             assert torch.equal(total, expected.to(dtype))
 
 
-@ORDERS
-@on_ranks(4)
-def test_ranks_may_take_groups_in_other_orders(of_ranks: Sequence[int]) -> None:
-    """Two groups, of which each rank takes another one first, wherever ranks need not agree."""
-    with hosts(of_ranks):
-        comm = connect()
-        rank, ranks = comm.rank, comm.ranks
-        tags = [comm.new_tag(), comm.new_tag()]
-        own_order = (0, 1) if rank in (0, 3) else (1, 0)
-        shards = [[values(10 * g + r, 1_003, torch.float32) for r in range(ranks)] for g in (0, 1)]
-        fulls = [torch.empty(ranks * 1_003) for _ in tags]
-        handles = [
-            comm.begin_gather(its[rank], full, full.chunk(ranks), tag)
-            for its, full, tag in zip(shards, fulls, tags, strict=True)
-        ]
-        for group in own_order:
-            comm.end_gather(handles[group], "x")
-            assert torch.equal(fulls[group], torch.cat(shards[group]))
-        for handle in handles:
-            comm.end_gather(handle, "x")  # once more, as after an exception
-        comm.begin_gather(shards[0][rank], fulls[0], fulls[0].chunk(ranks), tags[0])
-        comm.settle("x")  # ends what an exception has left behind
-        assert comm.unfinished_gather(tags[0]) is None
-
-        pending = {
-            g: comm.begin_reduce(fulls[g], fulls[g].chunk(ranks), tags[g]) for g in own_order
-        }
-        for _ in range(comm.reduce_steps):
-            for g in own_order:
-                pending[g] = comm.continue_reduce(pending[g], torch.float32, tags[g], "x")
-        for g in own_order:
-            total = comm.end_reduce(pending[g], shards[g][rank], torch.float32, "x", None)
-            assert torch.equal(total, shards[g][rank] * ranks)
-
-        pending = {g: comm.begin_all_reduce(fulls[g], tags[g]) for g in own_order}
-        for _ in range(comm.all_reduce_steps):
-            for g in own_order:
-                pending[g] = comm.continue_all_reduce(pending[g], fulls[g], tags[g], "x")
-        for g in own_order:
-            comm.end_all_reduce(pending[g], fulls[g], "x")
-            assert torch.equal(fulls[g], torch.cat(shards[g]) * ranks)
-        comm.settle("x")
-
-
 @on_ranks(4)
 def test_memory_that_a_host_shares_is_freed_when_its_ranks_have_read_it() -> None:
     with hosts(BY_HOST):
