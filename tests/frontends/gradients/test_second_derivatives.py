@@ -146,7 +146,7 @@ def _squares(transform: Callable[[Any, Tensor], Tensor], m: nn.Module, x: Tensor
     return backward(transform(m, x).pow(2).mean())
 
 
-@pytest.mark.parametrize("front_end", ["flat", "original", "ours"])
+@pytest.mark.parametrize("front_end", ["original", "ours"])
 @on_ranks(2)
 def test_transforms_of_a_model_train_as_those_of_an_unsharded_one(front_end: str) -> None:
     for name, transform in TRANSFORMS.items():
