@@ -15,7 +15,7 @@ from fsdp_compat import ShardingStrategy
 from tests.support.cases import about
 from tests.support.fully_sharded import sharded_as
 from tests.support.models import DIM, Block, Stack
-from tests.support.pairwise import each_value, pairwise
+from tests.support.pairwise import each_value
 from tests.support.parity import (
     Pair,
     Step,
@@ -101,7 +101,7 @@ def _takes_gradients_of_inputs(m: nn.Module, x: Tensor) -> Tensor:
     return backward(square(m, x.detach())) + grad.sum() + x.grad.sum()
 
 
-@pairwise
+@each_value
 @both_forms
 @both_strategies
 @pytest.mark.parametrize(

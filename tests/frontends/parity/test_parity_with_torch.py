@@ -36,7 +36,6 @@ def _adam(parameters: Any) -> torch.optim.Optimizer:
 
 
 RUNS: dict[str, dict[str, Any]] = {
-    "blocks": {},
     "units inside units": {"build": partial(Stack, 2, Outer), "units": {Outer, Inner}},
     "transformer layers": {
         "build": partial(chain, encoder_layer, encoder_layer),
@@ -44,9 +43,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "batch": sequences,
     },
     "tied": {"build": Transformer, "units": {nn.TransformerEncoderLayer}, "batch": tokens},
-    "accumulated without sync": {"pattern": "nsns"},
     "AdamW": {"optimizer": _adam},
-    "bf16": {"precision": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}},
 }
 
 

@@ -27,10 +27,9 @@ from tests.support.models import (
     RecomputesBlocks,
     Stack,
     made_of,
-    saves_everything,
     saves_products,
 )
-from tests.support.pairwise import each_value, pairwise
+from tests.support.pairwise import each_value
 from tests.support.parity import backward, both_forms, both_strategies, square, train
 from tests.support.ranks import on_ranks
 
@@ -78,7 +77,7 @@ CASES: dict[str, Callable[[bool], tuple[Any, ...]]] = {  # reentrant -> argument
 }
 
 
-@pairwise
+@each_value
 @both_forms
 @both_strategies
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -122,7 +121,7 @@ def test_a_checkpoint_saves_what_its_policy_says(
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
-    for policy in (saves_products, saves_everything, saves_nothing):
+    for policy in (saves_products, saves_nothing):
         how = _selective(policy)
         # A recomputation ends before its last product, which backward does not need.
         for build, recomputed, around in (

@@ -32,7 +32,6 @@ from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.wrap import CustomPolicy
 from tests.support.beside_torch import assert_as_torch, trained
 from tests.support.models import DIM, Block, Inner, Outer, Stack, chain
-from tests.support.pairwise import each_value
 from tests.support.parity import Pair, both_forms, seeded
 from tests.support.ranks import on_ranks
 
@@ -123,8 +122,6 @@ def test_units_may_differ_in_use_orig_params(root: bool, expected: tuple[int, in
 # -- dtypes
 
 
-LINEAR, NORM = partial(nn.Linear, DIM, DIM), partial(nn.BatchNorm1d, DIM)
-NORMED = partial(chain, LINEAR, NORM, nn.Tanh, LINEAR, NORM, partial(nn.Linear, DIM, 3))
 DIFFERENT = partial(chain, Block, Inner, Block, Inner, partial(nn.Linear, DIM, 3))
 
 
@@ -140,25 +137,14 @@ def _low_in_some(library: Any, module: nn.Module) -> bool | dict[str, Any]:
     return False
 
 
-@each_value
 @both_forms
-@pytest.mark.parametrize("name", ["units that differ", "batch norms"])
 @on_ranks(2)
-def test_units_with_different_settings_are_bit_equal_to_torch(
-    name: str, use_orig_params: bool
-) -> None:
-    options: dict[str, Any] = {
-        "units that differ": {
-            "build": DIFFERENT,
-            "policy": lambda library: library.wrap.CustomPolicy(partial(_low_in_some, library)),
-        },
-        "batch norms": {
-            "build": NORMED,
-            "units": {nn.Linear},
-            "precision": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
-        },
-    }[name]
-    assert_as_torch(partial(trained, with_state=True, use_orig_params=use_orig_params, **options))
+def test_units_with_different_settings_are_bit_equal_to_torch(use_orig_params: bool) -> None:
+    def policy(library: Any) -> Any:
+        return library.wrap.CustomPolicy(partial(_low_in_some, library))
+
+    options = {"build": DIFFERENT, "policy": policy, "use_orig_params": use_orig_params}
+    assert_as_torch(partial(trained, with_state=True, **options))
 
 
 # -- the ranks
