@@ -26,7 +26,8 @@ from tests.support.cases import about
 from tests.support.checkpoints import sharded
 from tests.support.ranks import run_ranks
 
-HOW = ("plain", "inside", "outside", "around", "checkpointed", "recomputed", "later")
+# Of blocks, or of the model; "inside": of a unit, "later": after the model was sharded.
+HOW = ("plain", "inside", "checkpointed", "recomputed", "outside", "later")
 FULL = StateDictOptions(full_state_dict=True)
 
 
@@ -34,25 +35,31 @@ def _compiled(module: nn.Module) -> Any:
     return torch.compile(module, backend="eager")
 
 
+def _plain() -> nn.Sequential:
+    blocks = (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in HOW)
+    return nn.Sequential(*blocks, nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
 def _built(front_end: str, how: str, seed: int) -> tuple[Any, torch.optim.Optimizer]:
-    """how: "inside" of a unit, "outside", "around" the model, in or around activation
-    checkpointing, or after the model was sharded."""
+    """how: "plain"; "blocks", each in one of all ways; or "around", the model too."""
     torch.manual_seed(seed)
-    block: Any = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    block[1].running_mean += seed
-    if how == "recomputed":
-        block = checkpoint_wrapper(block)
-    if how in ("inside", "checkpointed", "recomputed"):
-        block = _compiled(block)
-    if how == "checkpointed":
-        block = checkpoint_wrapper(block)
-    model: Any = nn.Sequential(sharded(front_end, block), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    if how == "outside":
-        model[0], model[1] = _compiled(model[0]), _compiled(model[1])
+    model: Any = _plain()
+    for number, its in enumerate(HOW if how != "plain" else ["plain"] * len(HOW)):
+        block = model[number]
+        block[1].running_mean += seed
+        if its == "recomputed":
+            block = checkpoint_wrapper(block)
+        if its in ("inside", "checkpointed", "recomputed"):
+            block = _compiled(block)
+        if its == "checkpointed":
+            block = checkpoint_wrapper(block)
+        block = sharded(front_end, block)
+        model[number] = _compiled(block) if its == "outside" else block
+    model[-2] = model[-2] if how == "plain" else _compiled(model[-2])
     model = sharded(front_end, model)
-    if how == "later":
+    if how != "plain":
         inner = model.module if isinstance(model, FSDP) else model
-        inner[0] = _compiled(inner[0])
+        inner[HOW.index("later")] = _compiled(inner[HOW.index("later")])
     model = _compiled(model) if how == "around" else model
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     for parameter in model.parameters():
@@ -66,12 +73,12 @@ def _values(model: nn.Module) -> dict[str, list[float]]:
 
 
 def _interchange(folder: Path) -> None:
-    plain = nn.Sequential(
-        nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.BatchNorm1d(4), nn.Linear(4, 2)
+    names, parameters = (
+        set(_plain().state_dict()),
+        {name for name, _ in _plain().named_parameters()},
     )
-    names, parameters = set(plain.state_dict()), {name for name, _ in plain.named_parameters()}
-    for front_end, how in itertools.product(("flat", "flat original", "rows"), HOW):
-        other = "plain" if how != "plain" else "inside"
+    moves = (("plain", "blocks"), ("blocks", "plain"), ("around", "blocks"))
+    for front_end, (how, load) in itertools.product(("flat", "flat original", "rows"), moves):
         path = folder / front_end / how
         with about(f"{front_end}, {how}"):
             model, optimizer = _built(front_end, how, 1)
@@ -90,18 +97,17 @@ def _interchange(folder: Path) -> None:
             if dist.get_rank() == 0:
                 torch.save(states[0], path / "full.pt")
             dist.barrier()
-            for load in (other, how):
-                for saved in (native, path / "model.safetensors", path / "dcp", path / "full.pt"):
-                    fresh, its = _built(front_end, load, 2)
-                    checkpoint.load(saved, fresh, its if saved == native else None)
-                    assert _values(fresh) == expected, (saved, load)
+            for saved in (native, path / "model.safetensors", path / "dcp", path / "full.pt"):
                 fresh, its = _built(front_end, load, 2)
-                fresh.load_state_dict(model.state_dict())
-                assert _values(fresh) == expected, load
-                fresh, its = _built(front_end, load, 2)
-                given = {"model_state_dict": states[0], "optim_state_dict": states[1]}
-                set_state_dict(fresh, its, **copy.deepcopy(given), options=FULL)
-                assert _values(fresh) == expected, load
+                checkpoint.load(saved, fresh, its if saved == native else None)
+                assert _values(fresh) == expected, (saved, load)
+            fresh, its = _built(front_end, load, 2)
+            fresh.load_state_dict(model.state_dict())
+            assert _values(fresh) == expected, load
+            fresh, its = _built(front_end, load, 2)
+            given = {"model_state_dict": states[0], "optim_state_dict": states[1]}
+            set_state_dict(fresh, its, **copy.deepcopy(given), options=FULL)
+            assert _values(fresh) == expected, load
 
 
 def test_compiled_modules_change_no_name_and_load_what_plain_ones_saved(tmp_path: Path) -> None:
