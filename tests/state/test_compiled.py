@@ -73,10 +73,8 @@ def _values(model: nn.Module) -> dict[str, list[float]]:
 
 
 def _interchange(folder: Path) -> None:
-    names, parameters = (
-        set(_plain().state_dict()),
-        {name for name, _ in _plain().named_parameters()},
-    )
+    names = set(_plain().state_dict())
+    parameters = {name for name, _ in _plain().named_parameters()}
     moves = (("plain", "blocks"), ("blocks", "plain"), ("around", "blocks"))
     for front_end, (how, load) in itertools.product(("flat", "flat original", "rows"), moves):
         path = folder / front_end / how

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-from torch.distributed.fsdp import OptimStateKeyType as TorchKeyType
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import OptimStateKeyType
@@ -22,7 +21,6 @@ from tests.support.odd_model import (
     assert_same,
     make_model,
     shard,
-    state_by_name,
     train,
 )
 from tests.support.optimizer_state import (
@@ -114,33 +112,6 @@ def test_numbers_follow_the_optimizer_input() -> None:
 
 def rekeyed(state: Any, kind: Any, *args: Any, **kwargs: Any) -> Any:
     return called(REKEY, state, kind, *args, **kwargs)
-
-
-@pytest.mark.filterwarnings("ignore:The `optim_input` argument")
-@pytest.mark.parametrize("by", ["optim", "optim_input", "groups", "nothing"])
-def test_rekeying_equals_torchs(by: str) -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))  # torch refuses ties
-    optimizer = OPTIMIZERS["Adam"](params_of(model, by == "groups"))
-    model(torch.ones(3)).sum().backward()
-    optimizer.step()
-    how: dict[str, Any] = {
-        "optim": {"optim": optimizer},
-        "optim_input": {"optim_input": list(model.parameters())},
-        "groups": {"optim_input": params_of(model, True)},
-    }.get(by, {})
-    numbered, named = optimizer.state_dict(), state_by_name(model, optimizer)
-    for state, key_type, expected in (
-        (numbered, "PARAM_NAME", named),
-        (named, "PARAM_ID", numbered),
-        (named, "PARAM_NAME", named),
-        (numbered, "PARAM_ID", numbered),
-    ):
-        found = rekeyed(state, OptimStateKeyType[key_type], model, **how)
-        assert_same(found["state"], expected["state"])
-        if state is not expected:
-            expected = TorchFSDP.rekey_optim_state_dict(state, TorchKeyType[key_type], model, **how)
-            assert_same(found["state"], expected["state"])
-        assert found["param_groups"] == expected["param_groups"]
 
 
 @on_ranks(2)

@@ -212,21 +212,6 @@ def test_unsharded_parameters_are_trainable_and_equal_the_originals(case: Case) 
 
 
 @each_case
-def test_unsharded_parameters_have_separate_version_counters(case: Case) -> None:
-    memory = case.memory()
-    before = [parameter._version for parameter in memory.unsharded_params]
-    with torch.no_grad():
-        for parameter in memory.unsharded_params:
-            parameter.add_(0)
-        # It is freed where the unsharded parameters are copies.
-        if memory.all_gather_output.untyped_storage().nbytes():
-            memory.all_gather_output.add_(0)
-    assert [parameter._version for parameter in memory.unsharded_params] == [
-        version + 1 for version in before
-    ]
-
-
-@each_case
 def test_sharded_gradients_have_the_layout_of_the_sharded_parameters(case: Case) -> None:
     for store in case.stores:
         total = torch.zeros(store.numel)
@@ -259,43 +244,6 @@ def test_gradients_at_once_are_written_as_one_by_one(case: Case) -> None:
             values = [gradients[index] for index in given]
             form.pack_grads(together.view(case.ranks, -1), values, given)
             assert torch.equal(together, one_by_one.to(dtype))
-
-
-@each_case
-def test_modules_show_sharded_or_unsharded_parameters_under_the_same_names(case: Case) -> None:
-    store, unsharded = case.stores[0], case.memory().unsharded_params
-    full, cut = store.shown(unsharded), store.shown(None)
-    assert [(id(slot.module), slot.attribute) for slot in full] == [
-        (id(slot.module), slot.attribute) for slot in cut
-    ]
-    tied = [slot.attribute for slot in full if slot.parameter is unsharded[0]]
-    assert tied == ["p0", "again"]
-    sharded = {id(sharded) for sharded, _ in store.sharded_params}
-    assert {id(slot.parameter) for slot in cut if slot.parameter is not None} == sharded
-    assert not any(id(slot.parameter) in sharded for slot in full)
-
-
-@pytest.mark.parametrize("kind", STORES)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_a_store_keeps_the_dtype_of_its_parameters(kind: str, dtype: torch.dtype) -> None:
-    case = build(kind, SHAPES["odd"], 3, dtype)
-    assert case.stores[0].dtype == dtype
-    assert {param.dtype for store in case.stores for param, _ in store.sharded_params} == {dtype}
-    found = taken_from(gather_form(case.stores[0]), case.values, case.gathered(dtype))
-    assert all_equal(found, case.values)
-
-
-@pytest.mark.parametrize("kind", ["flat", "original"])
-def test_every_parameter_of_a_flat_store_starts_at_sixteen_bytes(kind: str) -> None:
-    for dtype, size in [(torch.float32, 4), (torch.bfloat16, 2), (torch.float64, 8)]:
-        store = build(kind, SHAPES["odd"], 2, dtype).stores[0]
-        assert store.numel * size % 16 == 0
-        buffer = torch.empty(2 * store.numel, dtype=dtype)
-        assert all(
-            (view.data_ptr() - buffer.data_ptr()) % 16 == 0
-            for views in store.param_views(buffer)[:-1]
-            for view in views
-        )
 
 
 # Changes of sharded parameters between steps that the flat stores refuse.
