@@ -4,7 +4,7 @@ models saved."""
 from __future__ import annotations
 
 import copy
-import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ def _plain() -> nn.Sequential:
 
 
 def _built(front_end: str, how: str, seed: int) -> tuple[Any, torch.optim.Optimizer]:
-    """how: "plain"; "blocks", each in one of all ways; or "around", the model too."""
+    """how: "plain"; "blocks", each in another way; or "around", the model too."""
     torch.manual_seed(seed)
     model: Any = _plain()
     for number, its in enumerate(HOW if how != "plain" else ["plain"] * len(HOW)):
@@ -72,40 +72,50 @@ def _values(model: nn.Module) -> dict[str, list[float]]:
     return {name: value.tolist() for name, value in checkpoint.iter_full_state_dict(model)}
 
 
+NAMES = set(_plain().state_dict())
+PARAMETERS = {name for name, _ in _plain().named_parameters()}
+
+
+def _assert_moves(front_end: str, how: str, load: str, path: Path) -> None:
+    model, optimizer = _built(front_end, how, 1)
+    expected = _values(model)
+    assert set(expected) == set(model.state_dict()) == NAMES
+    if front_end != "rows":
+        with FSDP.summon_full_params(model):
+            assert set(model.state_dict()) == NAMES
+        with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+            assert set(FSDP.optim_state_dict(model, optimizer)["state"]) == PARAMETERS
+    states = get_state_dict(model, optimizer, options=FULL)
+    assert set(states[0]) == NAMES and set(states[1]["state"]) == PARAMETERS
+    native = checkpoint.save(path, model, optimizer, step=1)
+    checkpoint.save_safetensors(path, model)
+    dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=path / "dcp")
+    if dist.get_rank() == 0:
+        torch.save(states[0], path / "full.pt")
+    dist.barrier()
+    fresh, its = _built(front_end, load, 2)
+    given = {"model_state_dict": states[0], "optim_state_dict": states[1]}
+    loads: list[Callable[[], object]] = [
+        lambda: checkpoint.load(native, fresh, its),
+        lambda: checkpoint.load(path / "model.safetensors", fresh),
+        lambda: checkpoint.load(path / "dcp", fresh),
+        lambda: checkpoint.load(path / "full.pt", fresh),
+        lambda: fresh.load_state_dict(model.state_dict()),
+        lambda: set_state_dict(fresh, its, **copy.deepcopy(given), options=FULL),
+    ]
+    for number, each in enumerate(loads):
+        with torch.no_grad():
+            for value in (*fresh.parameters(), *fresh.buffers()):
+                value.zero_()
+        each()
+        assert _values(fresh) == expected, number
+
+
 def _interchange(folder: Path) -> None:
-    names = set(_plain().state_dict())
-    parameters = {name for name, _ in _plain().named_parameters()}
-    moves = (("plain", "blocks"), ("blocks", "plain"), ("around", "blocks"))
-    for front_end, (how, load) in itertools.product(("flat", "flat original", "rows"), moves):
-        path = folder / front_end / how
-        with about(f"{front_end}, {how}"):
-            model, optimizer = _built(front_end, how, 1)
-            expected = _values(model)
-            assert set(expected) == set(model.state_dict()) == names
-            if front_end != "rows":
-                with FSDP.summon_full_params(model):
-                    assert set(model.state_dict()) == names
-                with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
-                    assert set(FSDP.optim_state_dict(model, optimizer)["state"]) == parameters
-            states = get_state_dict(model, optimizer, options=FULL)
-            assert set(states[0]) == names and set(states[1]["state"]) == parameters
-            native = checkpoint.save(path, model, optimizer, step=1)
-            checkpoint.save_safetensors(path, model)
-            dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=path / "dcp")
-            if dist.get_rank() == 0:
-                torch.save(states[0], path / "full.pt")
-            dist.barrier()
-            for saved in (native, path / "model.safetensors", path / "dcp", path / "full.pt"):
-                fresh, its = _built(front_end, load, 2)
-                checkpoint.load(saved, fresh, its if saved == native else None)
-                assert _values(fresh) == expected, (saved, load)
-            fresh, its = _built(front_end, load, 2)
-            fresh.load_state_dict(model.state_dict())
-            assert _values(fresh) == expected, load
-            fresh, its = _built(front_end, load, 2)
-            given = {"model_state_dict": states[0], "optim_state_dict": states[1]}
-            set_state_dict(fresh, its, **copy.deepcopy(given), options=FULL)
-            assert _values(fresh) == expected, load
+    for front_end in ("flat", "flat original", "rows"):
+        for how, load in (("plain", "blocks"), ("around", "plain")):
+            with about(f"{front_end}, {how}"):
+                _assert_moves(front_end, how, load, folder / front_end / how)
 
 
 def test_compiled_modules_change_no_name_and_load_what_plain_ones_saved(tmp_path: Path) -> None:
