@@ -41,7 +41,6 @@ from tests.support.optimizer_state import (
     OPTIMIZERS,
     SHARDED,
     Named,
-    TakesAsItIs,
     assert_compact,
     assert_equal_states,
     from_rank0,
@@ -539,17 +538,3 @@ def test_an_optimizer_may_lack_parameters_its_rank_has_no_part_of(
         other = AdamW(p for p in model.parameters() if p.numel())
         way(model, other)
         assert_same(full_state(model, other)["state"], full["state"])
-
-
-@on_ranks(2)
-def test_states_whose_dtypes_differ_are_not_mixed() -> None:
-    """Optimizers of 8-bit states keep 8 bits for large parts and 32 for small ones."""
-    model = shard(make_model(), ("FULL_SHARD", True, "none"))
-    optimizer, other = (TakesAsItIs(model.parameters(), lr=0.1) for _ in range(2))
-    for p in (p for p in model.parameters() if p.requires_grad):
-        value, dtype = (7, torch.uint8) if p.numel() > 16 else (0.5, torch.float32)
-        optimizer.state[p]["seen"] = torch.full_like(p, value, dtype=dtype)
-    load(model, other, full_state(model, optimizer))
-    for p in (p for p in optimizer.state if p.numel()):
-        assert other.state[p]["seen"].dtype == optimizer.state[p]["seen"].dtype
-        assert torch.equal(other.state[p]["seen"], optimizer.state[p]["seen"])

@@ -4,14 +4,10 @@ their values are also in test_matrix.py."""
 from __future__ import annotations
 
 import inspect
-import itertools
 import warnings
 from typing import Any
 
-import pytest
-import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
@@ -141,70 +137,3 @@ def test_a_dict_is_rekeyed_for_a_model_of_flat_parameters() -> None:
 
 
 # --- refused --------------------------------------------------------------------------------------
-
-
-@on_ranks(2)
-def test_wrong_arguments_and_keys_are_refused_on_every_rank() -> None:
-    model, optimizer = sharded(("FULL_SHARD", False, "blocks"), "Adam", steps=0)
-    for name, *arguments in (
-        (FULL, optimizer, model),
-        (IN_PARTS, model, optimizer, "group"),
-        (SHARD, {}, model, None, model),
-        (SCATTER, None, model, None, optimizer),
-    ):
-        refused(UsageError, name, *arguments)
-    plain = nn.Linear(2, 2)
-    its = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
-    groups = [{"params": ["weight", "bias"]}]
-    for state in (
-        {"state": {"weight": {}, 1: {}}, "param_groups": groups},
-        {"state": {"other": {}}, "param_groups": groups},
-        {"state": {}, "param_groups": [{"params": ["other"]}]},
-        {"param_groups": groups},
-    ):
-        refused(CheckpointError, REKEY, state, NUMBER, plain, optim=its)
-    refused(UsageError, REKEY, its.state_dict(), None, plain, optim=its)
-
-
-class Beside(nn.Sequential):
-    """A unit after a layer of no unit, and with ``extra`` one more parameter outside or inside."""
-
-    def __init__(self, extra: str = "") -> None:
-        first, unit = nn.Linear(5, 5), nn.Linear(5, 5)
-        if extra == "inside":
-            unit.register_parameter("extra", nn.Parameter(torch.ones(3)))
-        super().__init__(first, FSDP(unit))
-        if extra == "outside":
-            self.register_parameter("extra", nn.Parameter(torch.ones(3)))
-
-
-@on_ranks(2)
-def test_only_missing_state_of_managed_parameters_is_an_error() -> None:
-    """As in torch; a program may keep the state of the other ones itself."""
-
-    def loads(way: str, state: Any, model: nn.Module, optimizer: Any) -> Any:
-        mine = None if way == SCATTER and dist.get_rank() else state
-        return called(way, mine, model, optim=optimizer)
-
-    for kind, way in itertools.product(("Adam", "SGD"), (SHARD, SCATTER, FLATTEN)):
-        model, outside, inside = Beside(), Beside("outside"), Beside("inside")
-        make = OPTIMIZERS[kind]
-        optimizer = make(model.parameters())
-        model(torch.ones(2, 5)).sum().backward()
-        optimizer.step()
-        if way == FLATTEN:
-            saved = called(IN_PARTS, model, optimizer)
-        else:
-            saved = called(FULL, model, optimizer, rank0_only=False)
-        optimizer = make(outside.parameters())
-        its = loads(way, saved, outside, optimizer)
-        listed = its["param_groups"][0]["params"]
-        assert set(its["state"]) == set(listed) == {1, 2, 3}  # the first one is missing
-        listed.insert(0, 0)
-        optimizer.load_state_dict(its)
-        optimizer = make(inside.parameters())
-        if kind == "Adam":
-            with pytest.raises(ValueError):  # a count, and none
-                loads(way, saved, inside, optimizer)
-        else:
-            assert set(loads(way, saved, inside, optimizer)["state"]) == {0, 1, 2}

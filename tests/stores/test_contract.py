@@ -173,26 +173,6 @@ def test_all_ranks_agree_on_places_that_cover_the_buffer_exactly_once(case: Case
 
 
 @each_case
-def test_split_gives_views_in_the_shapes_of_the_places_of_values_of_any_strides(case: Case) -> None:
-    form = gather_form(case.stores[0])
-    places = form.param_views(torch.empty(case.ranks * form.numel))
-    for index, value in enumerate(case.values):
-        parts = form.split(index, value)
-        assert [part.shape for part in parts] == [place.shape for place in places[index]]
-        own = value.untyped_storage().data_ptr()
-        assert all(part.untyped_storage().data_ptr() == own for part in parts)
-    stretched = [torch.full((), 2.0).expand(value.shape) for value in case.values]
-    turned = [
-        value.movedim(0, -1).contiguous().movedim(-1, 0) if value.dim() else value
-        for value in case.values
-    ]
-    for values in (stretched, turned):
-        buffer = torch.zeros(case.ranks * form.numel)
-        put_into(form, values, buffer)
-        assert all_equal(taken_from(form, case.values, buffer), values)
-
-
-@each_case
 def test_an_all_gather_restores_the_parameters_bit_by_bit_with_zero_padding(case: Case) -> None:
     form, gathered = gather_form(case.stores[0]), case.gathered(torch.float32)
     assert all_equal(taken_from(form, case.values, gathered), case.values)
