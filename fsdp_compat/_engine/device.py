@@ -104,19 +104,30 @@ class SideStream:
         torch.accelerator.current_stream(self._device).wait_stream(self._stream)
 
 
+def to_host_later(values: Tensor, target: Tensor | None = None) -> Callable[[], Tensor]:
+    """Start to copy values to the host, to ``target`` or new memory, which is pinned. The returned
+    function waits for them."""
+    is_pinned = has_streams(values.device)
+    if target is None:
+        target = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=is_pinned)
+    target.copy_(values, non_blocking=is_pinned)
+    if not is_pinned:
+        return lambda: target
+    copied = torch.accelerator.current_stream(values.device).record_event()
+
+    def wait() -> Tensor:
+        copied.synchronize()
+        return target
+
+    return wait
+
+
 def read_later(values: Tensor) -> Callable[[], list[float]]:
     """Start to copy values to the host. The returned function waits for them."""
     if not has_streams(values.device):
         return typing.cast("Callable[[], list[float]]", values.tolist)
-    copy = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
-    copy.copy_(values, non_blocking=True)
-    copied = torch.accelerator.current_stream(values.device).record_event()
-
-    def read() -> list[float]:
-        copied.synchronize()
-        return typing.cast("list[float]", copy.tolist())
-
-    return read
+    wait = to_host_later(values)
+    return lambda: typing.cast("list[float]", wait().tolist())
 
 
 @functools.cache

@@ -16,7 +16,7 @@ import threading
 import typing
 import uuid
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,10 +96,11 @@ def async_save(
 ) -> AsyncSave:
     """Save as ``save`` does, but return once the state is copied; a thread writes the copy.
 
-    The copy is on the CPU and as large as this rank's shards. A process runs one save at a time:
-    the next one waits for it. Errors about arguments are raised here, errors while writing from
-    ``wait``. If ``wait`` is never called, the next save or load raises the error on all ranks, or
-    it is printed when the process ends.
+    The copy is on the CPU and as large as this rank's shards, in memory that is kept for the next
+    one. From a device it is made in the order of the current stream, and the call does not wait for
+    it. A process runs one save at a time: the next one waits for it. Errors about arguments are
+    raised here, errors while writing from ``wait``. If ``wait`` is never called, the next save or
+    load raises the error on all ranks, or it is printed when the process ends.
 
     Collective: all ranks of the model."""
     return AsyncSave(_SaveJob(True, folder, model, optimizer, extra, step, keep_last, progress))
@@ -193,6 +194,7 @@ class _SaveJob:
         self._owned: publishing.OwnedDirectory | None = None  # only on a rank that leads
         self._is_sole_leader = True  # as far as this rank knows
         self._problem: Exception | None = None
+        self._copied: Callable[[], object] = lambda: None  # waits for the copy
         units, self._ranks = ranks_of(model, call)
         try:
             if in_background:
@@ -229,9 +231,6 @@ class _SaveJob:
                 agreement.own = self._plan(shared)
             shared.require_alike([facts for *_, facts, _ in agreement.by_rank])
             self._agree(agreement.by_rank)
-            self._make_directory()
-            if self._owned is None:
-                self._snapshot.drop_common()
             if in_background:
                 self._detach()
         except BaseException as error:
@@ -315,7 +314,7 @@ class _SaveJob:
     def _detach(self) -> None:
         """Copy what is saved, so that training may change the original."""
         try:
-            self._snapshot.detach()
+            self._copied = self._snapshot.detach()
         except Exception as error:  # reported to the other ranks later
             self._problem = error
 
@@ -328,6 +327,9 @@ class _SaveJob:
     def write(self) -> Path:
         """Write, and return the directory once it is complete on all ranks. Collective."""
         try:
+            self._make_directory()
+            if self._owned is None:
+                self._snapshot.drop_common()
             problems, is_complete = self._ranks.mailbox.conclude(self._write_and_commit)
             self._ranks.mailbox.close()
         except RankLost as lost:
@@ -399,6 +401,7 @@ class _SaveJob:
         if self._problem is None:
             path = self._directory / file_name(self._ranks.number)
             try:
+                self._copied()
                 with progress_bar(self._shows, f"save step {self._step}", nbytes) as tick:
                     facts = write_file(path, tensors, head.as_metadata(), tick)
             except Exception as error:

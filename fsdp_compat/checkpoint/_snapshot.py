@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from .._state.units import units_of
 from ..errors import UsageError
 from ._named_groups import NamedGroup
 from ._optimizers import classes_of
+from ._staging import stage
 from ._tools.native import RankFile
 from ._tools.walk import LEFT_OUT
 from ._tools.writers import FilePart
@@ -61,14 +62,16 @@ class Snapshot(RankFile):
         del self.tensors[self._num_own :]
         self.head.others, self.head.other_states = {}, self._owned
 
-    def detach(self) -> None:
-        """Replace all values by copies on the CPU, which training does not change."""
+    def detach(self) -> Callable[[], object]:
+        """Replace all values by copies on the CPU, which training does not change, and which are
+        complete after the returned function was called."""
+        parts = [part for tensor in self.tensors for part in tensor.parts]
+        values = [part.values for part in parts if isinstance(part.values, torch.Tensor)]
+        copies, wait = stage(values)
+        staged = iter(copies)
         for tensor in self.tensors:
-            tensor.parts = [
-                FilePart(part.start, part.values.to("cpu", copy=True))
-                for part in tensor.parts
-                if isinstance(part.values, torch.Tensor)
-            ]
+            tensor.parts = [FilePart(part.start, next(staged)) for part in tensor.parts]
+        return wait
 
     def encoded(self, name: str, key: Any, value: Any, put: Put) -> Any:
         """Return a state or setting, encoded; LEFT_OUT, noted in the head, if it is not data."""

@@ -278,6 +278,30 @@ def test_checkpoints(front_end: str, offload: bool, tmp_path: Path) -> None:
     on_nccl(2, check_checkpoints, front_end, offload, str(tmp_path))
 
 
+def check_copies_of_checkpoints(front_end: str, path: str) -> None:
+    one = trained(own_device(), front_end)
+    checkpoint.save(path, *one, step=0)  # the first one gathers the numbers of ranks
+    counts = []
+    for call in (
+        lambda: checkpoint.async_save(path, *one, step=1).wait(),
+        lambda: checkpoint.load(path, *one),
+        lambda: checkpoint.save(path, *one, step=2),
+    ):
+        fakecuda.reset_counts()
+        call()
+        counts.append(fakecuda.counts())
+    assert not [name for each in counts for name in each if "pageable" in name]
+    assert [fakecuda.host_waits(each) for each in counts[:2]] == [1, 1]
+
+
+@with_nccl
+@both_front_ends
+def test_copies_of_checkpoints_are_pinned_and_waited_for_once(
+    front_end: str, tmp_path: Path
+) -> None:
+    on_nccl(2, check_copies_of_checkpoints, front_end, str(tmp_path))
+
+
 # -- training of other kinds
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from ..._comm.host_memory import memory_of
+from ..._engine.device import has_streams
 from ..._layout.box import Box
 from ..._progress import Tick, no_tick
 from .. import _blocks as blocks
@@ -139,7 +140,9 @@ class Read:
         values = content.view(self.dtype).as_strided(self.target.shape, self.span.strides)
         if self.through is not None and self.dtype.is_floating_point:
             values = values.to(self.through)
-        self.target.copy_(values)
+        self.target.copy_(
+            values, non_blocking=has_streams(self.target.device) and values.is_pinned()
+        )
 
 
 def _extent(sizes: Sequence[int], strides: Sequence[int]) -> int:
@@ -278,9 +281,9 @@ class Files:
         )
         before = torch.empty(0, dtype=torch.uint8)  # the end of the blocks before
         numbers = self._checksums[path].blocks_of(reads)
-        with contextlib.closing(self._blocks(path, numbers)) as found:
-            for start, content in found:
-                block = torch.frombuffer(content, dtype=torch.uint8)
+        devices = {read.target.device for read in reads if has_streams(read.target.device)}
+        with contextlib.closing(self._blocks(path, numbers, bool(devices))) as found:
+            for start, block in found:
                 stop = start + len(block)
                 while parts and parts[0].stop <= stop:
                     part = parts.popleft()
@@ -292,6 +295,8 @@ class Files:
                     tick(part.nbytes)
                 if parts and parts[0].start < stop:
                     before = block.clone()
+        for device in devices:
+            torch.accelerator.current_stream(device).synchronize()
 
     # -- checksums
 
@@ -342,13 +347,14 @@ class Files:
         self._compared.add((path, checksum))
 
     def _blocks(
-        self, path: Path, numbers: Sequence[int]
-    ) -> Generator[tuple[int, memoryview], None, None]:
-        """Yield (first byte, content) of blocks whose checksums fit; it is valid until the next."""
+        self, path: Path, numbers: Sequence[int], is_pinned: bool = False
+    ) -> Generator[tuple[int, torch.Tensor], None, None]:
+        """Yield (first byte, content) of blocks whose checksums fit; it is valid until the next, or
+        if it is pinned, until copies of it have ended: then torch uses the memory again."""
         facts = self._checksums[path]
         num_buffers = min(len(numbers), NUM_BUFFERS)
-        buffers = [memoryview(bytearray(blocks.BLOCK_NBYTES)) for _ in range(num_buffers)]
-        waiting: collections.deque[tuple[int, memoryview, Future[int]]] = collections.deque()
+        buffers = [_new_block() for _ in range(num_buffers)] if not is_pinned else []
+        waiting: collections.deque[tuple[int, torch.Tensor, Future[int]]] = collections.deque()
         with contextlib.ExitStack() as at_end:
             descriptor = _opened(path, facts)
             at_end.callback(os.close, descriptor)
@@ -356,16 +362,22 @@ class Files:
             at_end.callback(second_thread.end)
             for turn, number in enumerate([*numbers, *[None] * num_buffers]):
                 if number is not None:
-                    memory = buffers[turn % num_buffers][: len(facts.block(number))]
+                    room = _new_block(is_pinned) if is_pinned else buffers[turn % num_buffers]
+                    block = room[: len(facts.block(number))]
+                    memory = memory_of(block)
                     _read_into(descriptor, memory, facts.block(number).start, path)
-                    waiting.append((number, memory, second_thread.do(zlib.crc32, memory)))
+                    waiting.append((number, block, second_thread.do(zlib.crc32, memory)))
                 if waiting and (number is None or len(waiting) == num_buffers):
-                    first, memory, checksum = waiting.popleft()
+                    first, block, checksum = waiting.popleft()
                     start, expected = facts.block(first).start, facts.checksums[first]
                     if (got := checksum.result()) != expected:
                         what = f"checksum {expected:08x} of the block at byte {start}"
                         raise damaged(path, what, f"checksum {got:08x}")
-                    yield start, memory
+                    yield start, block
+
+
+def _new_block(is_pinned: bool = False) -> torch.Tensor:
+    return torch.empty(blocks.BLOCK_NBYTES, dtype=torch.uint8, pin_memory=is_pinned)
 
 
 def _opened(path: Path, facts: FileFacts) -> int:

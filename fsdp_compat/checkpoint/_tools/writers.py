@@ -4,12 +4,13 @@ checksums."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from ..._comm.host_memory import memory_of
+from ..._engine.device import to_host_later
 from ..._layout.box import Box, cut_into_boxes
 from ..._layout.spec import Interval
 from ..._progress import Tick, no_tick
@@ -85,8 +86,14 @@ class FilePart:
         elif values.device.type == "cpu":
             yield values.contiguous()
         else:
+            # For the block before, which is written while the next one is copied.
+            wait: Callable[[], torch.Tensor] | None = None
             for some in values.split(max(blocks.BLOCK_NBYTES // values.dtype.itemsize, 1)):
-                yield some.cpu()
+                before, wait = wait, to_host_later(some)
+                if before is not None:
+                    yield before()
+            if wait is not None:
+                yield wait()
 
 
 @dataclasses.dataclass
