@@ -524,7 +524,7 @@ BREAKS = (
         "gathers over hosts end in the order of the calls",
         "            self._end_gather(next(iter(self._gathers.values())), what)\n",
         "            self._end_gather(handle, what)\n",
-        f"{TWO_STAGES} -k other_orders",
+        f"{TWO_STAGES} -k different_units",
     ),
     Break(
         "sums of a host are not rounded",

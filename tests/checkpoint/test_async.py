@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,27 +89,6 @@ def test_one_save_runs_at_a_time_and_its_copy_is_freed_with_it(tmp_path: Path) -
     assert checkpoint.load(tmp_path / "step-00000004", model, optimizer).extra == 4
 
 
-@on_ranks(1)
-def test_a_save_that_ends_before_the_call_that_starts_it_is_not_in_progress(tmp_path: Path) -> None:
-    model, _ = toy()
-    start = threading.Thread.start
-
-    def start_and_end(thread: threading.Thread) -> None:
-        start(thread)
-        if thread.name == "fsdp_compat save":
-            thread.join()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(threading.Thread, "start", start_and_end)
-        saving = checkpoint.async_save(tmp_path, model, step=1)
-    assert saving.done()
-    saving.wait()
-    reference = weakref.ref(saving)
-    del saving
-    gc.collect()
-    assert reference() is None, "a save that has ended is held as if it were under way"
-
-
 def _until_done(saving: checkpoint.AsyncSave) -> None:
     while not saving.done():
         threading.Event().wait(0.01)
@@ -163,8 +140,8 @@ def test_a_slow_rank_that_lives_is_waited_for(tmp_path: Path) -> None:
     model, _ = toy()
     slow = dist.get_rank() == 1
     began = time.monotonic()
-    waits = iter([3.5])  # seconds: longer than several looks at whether it lives
+    waits = iter([1.5])  # seconds: longer than several looks at whether it lives
     with before_writes(lambda: time.sleep(next(waits, 0)) if slow else None):
         path = checkpoint.save(tmp_path, model, step=1)
-    assert time.monotonic() - began > 3
+    assert time.monotonic() - began > 1
     assert path == checkpoint.latest(tmp_path)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,18 +17,14 @@ from tests.support.same_host import NOT_MAPPED
 from tests.support.time_limit import limit_s
 
 
-def _printed(what: str, folder: Path) -> tuple[Any, str]:
-    """Return what the program prints last, and its errors."""
-    # NOT_MAPPED: each rank has a part of each parameter
-    program = ("-m", "tests.support.killed_saves", what, folder)
-    ran = python(*program, timeout=limit_s(500), **NOT_MAPPED)
-    return json.loads(ran.stdout.splitlines()[-1]), ran.stderr
-
-
 @pytest.mark.slow
-def test_a_save_killed_at_any_operation_leaves_a_checkpoint_that_loads(tmp_path: Path) -> None:
-    found, err = _printed("resumed", tmp_path)
-    *saves, load = found
+def test_a_killed_save_leaves_a_checkpoint_that_loads_and_waiting_ranks_get_its_name(
+    tmp_path: Path,
+) -> None:
+    program = ("-m", "tests.support.killed_saves", tmp_path)
+    # NOT_MAPPED: each rank has a part of each parameter
+    ran = python(*program, timeout=limit_s(500), **NOT_MAPPED)
+    ([*saves, load], told), err = json.loads(ran.stdout.splitlines()[-1]), ran.stderr
     assert all(save["well"] for save in (*saves, load)), err
     newest = None
     for save in saves:
@@ -45,11 +40,6 @@ def test_a_save_killed_at_any_operation_leaves_a_checkpoint_that_loads(tmp_path:
     assert {save["newest"] == save["step"] for save in killed} == {True, False}
     assert any(save["left"] for save in killed)
     assert not any(save["left"] for save in saves if not save["killed"])
-
-
-@pytest.mark.slow
-def test_ranks_waiting_for_a_killed_rank_get_an_error_that_names_it(tmp_path: Path) -> None:
-    told, err = _printed("survivors", tmp_path)
     for call, ranks, lost, operation in CASES:
         case = [call, ranks, lost, operation]
         assert sorted(rank for its, rank, _, _ in told if its == case) == [

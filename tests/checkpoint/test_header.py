@@ -259,7 +259,7 @@ def near_files(draw: st.DrawFn) -> bytes:
 EMPTY_F4 = b'{"": {"dtype": "F4", "shape": [0, 0], "data_offsets": [0, 0]}}'
 
 
-@settings(same_path, max_examples=200)
+@settings(same_path, max_examples=120)
 @given(content=near_files())
 @example(content=struct.pack("<Q", len(EMPTY_F4)) + EMPTY_F4)
 def test_no_file_is_read_that_the_library_refuses_and_none_in_another_way(

@@ -4,6 +4,7 @@ sharded in any other way, bit for bit and without any communication of values.""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 from pathlib import Path
@@ -117,6 +118,7 @@ def lose(model: nn.Module) -> None:
             value.zero_()
 
 
+@functools.cache
 def reference(num_steps: int) -> dict[str, Tensor]:
     """The model and the optimizer's states, as ``state_of`` names them, without any sharding."""
     model = unsharded()
@@ -191,7 +193,7 @@ READERS = [
 
 def test_a_checkpoint_of_any_layout_loads_into_any_layout(tmp_path: Path) -> None:
     folders, expected = [], reference(2)
-    writers = sample(WRITERS, 0, 3, 4, 7, 9, 11)
+    writers = sample(WRITERS, 0, 3, 7, 9)
     for number, layout in enumerate(writers):
         folders.append(tmp_path / str(number))
         run_ranks(layout.ranks, _write, folders[-1], layout, 200 if number % 2 else 5_000_000_000)
@@ -203,8 +205,8 @@ def test_a_checkpoint_of_any_layout_loads_into_any_layout(tmp_path: Path) -> Non
         assert_same(weights, {name: expected[name] for name in weights})
         assert weights.keys() == Toy().state_dict().keys()
         assert_written_once(folders[-1] / STEP, layout)
-    for number, layout in enumerate(sample(READERS, 0, 3, 6, 7, 9, 12)):  # each writer is read
-        skips = sample(range(len(folders)), 0, 3)
+    for number, layout in enumerate(sample(READERS, 0, 3, 7, 12)):  # each writer is read
+        skips = sample(range(len(folders)), 0, 2)
         chosen = [folders[(number + skip) % len(folders)] for skip in skips]
         run_ranks(layout.ranks, _read, chosen, layout)
 

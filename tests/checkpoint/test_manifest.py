@@ -223,15 +223,3 @@ def test_content_that_is_not_a_manifest_is_noticed_even_if_the_checksum_fits(
 
 
 # -- how large it is
-
-
-def test_the_manifest_grows_with_parameters_plus_files_not_with_their_product() -> None:
-    groups = []
-    for number in range(100):
-        layer = f"model.layers.{number:03d}"
-        params = {f"{layer}.mlp.{index:03d}.weight": (1024, 1024) for index in range(10)}
-        groups.append(group(f"{layer}.flat_0", 0, 1024, params))
-    files = (FileFacts(16 << 20, (0xFFFFFFFF,) * 4),) * 1024
-    changes = {"axes": (tuple(range(1024)),), "groups": tuple(groups), "param_groups": None}
-    manifest = dataclasses.replace(example(), common=0, files=files, **changes)
-    assert len(manifest.as_text()) < 1000 * 200 + 100 * 200 + 1024 * (120 + 4 * 8)

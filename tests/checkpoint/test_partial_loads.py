@@ -62,10 +62,10 @@ def _save_bodies(folder: Path) -> dict[str, Tensor]:
 
 
 def _load_bodies(folder: Path, saved: dict[str, Tensor]) -> None:
-    for saver in FRONT_ENDS:
-        for loader in FRONT_ENDS:
-            with about(f"{saver} into {loader}"):
-                _load_body(folder / saver / STEP, loader, saved)
+    flat, original, rows = FRONT_ENDS
+    for saver, loader in ((flat, flat), (flat, original), (original, rows), (rows, flat)):
+        with about(f"{saver} into {loader}"):
+            _load_body(folder / saver / STEP, loader, saved)
     model = sharded("flat", Body(2, head="own"))
     before = dict(checkpoint.iter_full_state_dict(model))
     load = partial(checkpoint.load_safetensors, folder / "weights", model)

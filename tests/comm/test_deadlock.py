@@ -114,7 +114,7 @@ def test_all_ranks_of_a_hybrid_mesh_and_late_ranks_get_the_error() -> None:
     """The replicas 2 and 3 wait for 0 and 1 in backward only; rank 3 is late."""
     pair = make_pair(Switch, replicas=2)
     if pair.rank == 3:
-        time.sleep(2.0)  # far longer than the patience of the others
+        time.sleep(1.0)  # far longer than the patience of the others
     use = "b" if pair.rank == 0 else "ab"
     message = message_of(lambda: pair.model(torch.ones(2, DIM), use).sum().backward())
     assert_circle(message, "unit 'a' from rank 0", "unit 'b' from rank 1")

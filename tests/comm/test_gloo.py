@@ -23,6 +23,7 @@ from tests.support.collectives import (
     reduced,
 )
 from tests.support.errors import message_of
+from tests.support.pairwise import each_value
 from tests.support.ranks import on_ranks
 from tests.support.same_host import COPIED, MESSAGES, copied_or_sent
 
@@ -42,6 +43,7 @@ def numbers(comm: Any, numel: int, first: int, dtype: torch.dtype = torch.float3
 # -- values
 
 
+@each_value
 @copied_or_sent
 @pytest.mark.parametrize("ranks", [2, 3])
 @on_ranks("ranks")

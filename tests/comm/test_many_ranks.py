@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -45,7 +46,7 @@ def test_refused_ranks_name_a_few_ranks_and_the_one_that_differs() -> None:
     assert max(map(len, many.messages)) < max(map(len, few.messages)) + 100
 
 
-def test_ranks_of_a_save_tell_the_same() -> None:
+def test_ranks_of_a_save_tell_the_same(tmp_path: Path) -> None:
     """Also where a rank has no element of many parameters, so that each text is sent once."""
-    for told in many_ranks.plans(MANY, [0, 1, MANY - 1]).values():
+    for told in many_ranks.plans(MANY, [0, 1, MANY - 1], tmp_path).values():
         assert len(told[0]) > 100 and len({*told}) == 1, told

@@ -3,22 +3,18 @@ named with the place where they are."""
 
 from __future__ import annotations
 
-import contextlib
 import re
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from tests.support.errors import assert_told, limits, message_of
-from tests.support.programs import Launcher
+from tests.support.programs import launch
 from tests.support.ranks import on_ranks
 
 HERE = re.escape(__file__)
@@ -93,9 +89,7 @@ def test_a_rank_that_waits_for_other_threads_that_wait_is_idle(tmp_path: Path) -
     """Ranks in programs of their own, as those of other tests have a thread that listens."""
     waits = {"item": "item", "module": "event"}
     arguments = [(rank, wait, tmp_path / wait) for wait in waits for rank in range(2)]
-    imports = "torch._dynamo", "fsdp_compat.fully_sharded_data_parallel"
-    with contextlib.closing(Launcher(*imports, FSDP_COMPAT_MEET_TIMEOUT="0.4")) as launcher:
-        ended = launcher.run(WAITS, arguments, tmp_path)
+    ended = launch(WAITS, arguments, tmp_path, FSDP_COMPAT_MEET_TIMEOUT="0.4")
     assert [each.code for each in ended] == [0] * len(ended), [each.err for each in ended]
     for each, place in zip(ended[::2], waits.values(), strict=True):
         assert_named(each.out, "<program>", place)
@@ -113,13 +107,12 @@ def waits_for_a_thread_that_works(seconds: float) -> None:
     thread.join()
 
 
-@pytest.mark.parametrize("work", [time.sleep, computes, waits_for_a_thread_that_works])
-@on_ranks(2)
-def test_a_rank_that_works_is_waited_for(work: Callable[[float], Any]) -> None:
+@on_ranks(4)
+def test_ranks_that_work_are_waited_for() -> None:
     model = FSDP(nn.Linear(4, 4))
-    with limits(idle_s=0.6):
-        if dist.get_rank() == 1:
-            work(4.0)
+    with limits():
+        if dist.get_rank():
+            (time.sleep, computes, waits_for_a_thread_that_works)[dist.get_rank() - 1](2.0)
         model.state_dict()
 
 
@@ -127,9 +120,9 @@ def test_a_rank_that_works_is_waited_for(work: Callable[[float], Any]) -> None:
 def test_the_next_call_of_a_collective_is_another_wait() -> None:
     """Rank 1 waits for rank 2 again and again, each time for less than the limit."""
     model, pair = FSDP(nn.Linear(4, 4)), dist.new_group([1, 2])
-    with limits(idle_s=1.5):
+    with limits(idle_s=0.8):
         for _ in range(10 if dist.get_rank() else 0):
             if dist.get_rank() == 2:
-                time.sleep(0.4)
+                time.sleep(0.2)
             dist.all_reduce(torch.ones(1), group=pair)
         model.state_dict()

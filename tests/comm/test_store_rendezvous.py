@@ -45,7 +45,7 @@ def default_store() -> Any:
 @on_ranks(2)
 def test_calls_and_refusals_do_not_grow_the_store() -> None:
     model, sizes = make(), []
-    for number in range(8):
+    for number in range(12):
         state_dict(model)
         if number % 2:
             call = (state_dict, apply)[dist.get_rank()]
@@ -54,7 +54,7 @@ def test_calls_and_refusals_do_not_grow_the_store() -> None:
         dist.barrier()
         sizes.append(default_store().num_keys())
         dist.barrier()
-    assert sizes[2:4] == sizes[4:6] == sizes[6:8]
+    assert sizes[-1] - sizes[3] <= 2, "the thread of each rank may have posted once"
 
 
 @on_ranks(3)
@@ -94,18 +94,19 @@ def message_within(limit_s: float, call: Callable[[], object]) -> str:
     return message
 
 
-@on_ranks(2, group_timeout=4)
+@on_ranks(2, group_timeout=2.5)
 def test_a_busy_rank_is_waited_for_up_to_the_time_limit_of_the_group() -> None:
     model, is_late = make(), dist.get_rank() == 1
     with limits():
         if is_late:
-            time.sleep(1.5)  # it may read a file
+            time.sleep(1.2)  # it may read a file
         state_dict(model)
-        if is_late:
-            time.sleep(5.5)
-        else:
+        while is_late and not default_store().check(["told"]):
+            time.sleep(0.05)
+        if not is_late:
             message = message_of(lambda: state_dict(model))
-            limit = r"rank 1 has not arrived: the time limit of 4 s is over; it is at "
+            default_store().set("told", "")
+            limit = r"rank 1 has not arrived: the time limit of 2.5 s is over; it is at "
             assert_told(message, rf"{limit}{HERE}:\d+ in ")
 
 

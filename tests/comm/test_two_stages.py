@@ -3,7 +3,6 @@ between hosts, parity of both front ends, and what happens when a rank or a host
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import signal
@@ -32,9 +31,9 @@ from tests.support.live_bytes import LiveBytes
 from tests.support.models import Block
 from tests.support.pairwise import each_value
 from tests.support.parity import accumulates, make_pair, whole
-from tests.support.programs import Launcher
+from tests.support.programs import launch
 from tests.support.ranks import on_ranks, run_ranks
-from tests.support.same_host import copied_or_sent
+from tests.support.same_host import COPIED, MESSAGES, copied_or_sent
 
 ORDERS = pytest.mark.parametrize("of_ranks", [BY_HOST, BY_PLACE], ids=["by host", "by place"])
 NUMELS = 1, 1_003, 70_001  # of a shard
@@ -79,50 +78,6 @@ def test_collectives_are_right_in_the_defined_order(
             assert torch.equal(total, expected.chunk(ranks)[rank])
             total = all_reduced(comm, buffers[rank].clone(), tag, divisor=divisor)
             assert torch.equal(total, expected.to(dtype))
-
-
-@ORDERS
-@on_ranks(4)
-def test_ranks_may_take_groups_in_other_orders(of_ranks: Sequence[int]) -> None:
-    """Two groups, of which each rank takes another one first, wherever ranks need not agree."""
-    with hosts(of_ranks):
-        comm = connect()
-        rank, ranks = comm.rank, comm.ranks
-        tags = [comm.new_tag(), comm.new_tag()]
-        own_order = (0, 1) if rank in (0, 3) else (1, 0)
-        shards = [[values(10 * g + r, 1_003, torch.float32) for r in range(ranks)] for g in (0, 1)]
-        fulls = [torch.empty(ranks * 1_003) for _ in tags]
-        handles = [
-            comm.begin_gather(its[rank], full, full.chunk(ranks), tag)
-            for its, full, tag in zip(shards, fulls, tags, strict=True)
-        ]
-        for group in own_order:
-            comm.end_gather(handles[group], "x")
-            assert torch.equal(fulls[group], torch.cat(shards[group]))
-        for handle in handles:
-            comm.end_gather(handle, "x")  # once more, as after an exception
-        comm.begin_gather(shards[0][rank], fulls[0], fulls[0].chunk(ranks), tags[0])
-        comm.settle("x")  # ends what an exception has left behind
-        assert comm.unfinished_gather(tags[0]) is None
-
-        pending = {
-            g: comm.begin_reduce(fulls[g], fulls[g].chunk(ranks), tags[g]) for g in own_order
-        }
-        for _ in range(comm.reduce_steps):
-            for g in own_order:
-                pending[g] = comm.continue_reduce(pending[g], torch.float32, tags[g], "x")
-        for g in own_order:
-            total = comm.end_reduce(pending[g], shards[g][rank], torch.float32, "x", None)
-            assert torch.equal(total, shards[g][rank] * ranks)
-
-        pending = {g: comm.begin_all_reduce(fulls[g], tags[g]) for g in own_order}
-        for _ in range(comm.all_reduce_steps):
-            for g in own_order:
-                pending[g] = comm.continue_all_reduce(pending[g], fulls[g], tags[g], "x")
-        for g in own_order:
-            comm.end_all_reduce(pending[g], fulls[g], "x")
-            assert torch.equal(fulls[g], torch.cat(shards[g]) * ranks)
-        comm.settle("x")
 
 
 @on_ranks(4)
@@ -271,14 +226,11 @@ def _sent_in_a_step(of_ranks: Sequence[int], strategy: ShardingStrategy) -> tupl
         return 6 * 4 * (64 * 64 + 64), sum(sent)
 
 
-@each_value
-@pytest.mark.parametrize("places", [2, 4])
 @pytest.mark.parametrize("strategy, times", [("FULL_SHARD", 17 / 12), ("NO_SHARD", 1)])
-def test_every_value_leaves_its_host_once(strategy: str, times: float, places: int) -> None:
+def test_every_value_leaves_its_host_once(strategy: str, times: float) -> None:
     """With 2 hosts, half of a unit for each all-gather and each reduce-scatter."""
-    of_ranks = [host for host in range(2) for _ in range(places)]
-    found = run_ranks(2 * places, _sent_in_a_step, of_ranks, ShardingStrategy[strategy])
-    for of_host in (found[:places], found[places:]):
+    found = run_ranks(4, _sent_in_a_step, BY_HOST, ShardingStrategy[strategy])
+    for of_host in (found[:2], found[2:]):
         sent = sum(nbytes for _, nbytes in of_host)
         assert sent == pytest.approx(times * of_host[0][0], rel=0.05)
 
@@ -292,6 +244,7 @@ from tests.support.hosts import BY_HOST, hosts
 from torch import nn
 
 rank, path, strategy, lost = int(sys.argv[1]), sys.argv[2], sys.argv[3], eval(sys.argv[4])
+os.environ["FSDP_COMPAT_SAME_HOST"] = sys.argv[5]
 dist.init_process_group("gloo", store=dist.FileStore(path, 4), rank=rank, world_size=4)
 with hosts(BY_HOST):
     model = FullyShardedDataParallel(
@@ -311,20 +264,20 @@ with hosts(BY_HOST):
 """
 
 
-@copied_or_sent
-def test_survivors_of_a_killed_rank_or_host_fail_soon_and_for_good(
-    environment: dict[str, str], tmp_path: Path
-) -> None:
-    cases = [("FULL_SHARD", (3,)), ("FULL_SHARD", (2, 3)), ("NO_SHARD", (0,))]
+def test_survivors_of_a_killed_rank_or_host_fail_soon_and_for_good(tmp_path: Path) -> None:
+    cases = [
+        ("FULL_SHARD", (3,), COPIED),
+        ("FULL_SHARD", (2, 3), MESSAGES),
+        ("NO_SHARD", (0,), COPIED),
+        ("NO_SHARD", (0,), MESSAGES),
+    ]
     arguments = [
-        (rank, tmp_path / f"{number}", strategy, str(lost).replace(" ", ""))
-        for number, (strategy, lost) in enumerate(cases)
+        (rank, tmp_path / f"{number}", strategy, lost, environment["FSDP_COMPAT_SAME_HOST"])
+        for number, (strategy, lost, environment) in enumerate(cases)
         for rank in range(4)
     ]
-    imports = "torch._dynamo", "fsdp_compat.fully_sharded_data_parallel", "tests.support.hosts"
-    with contextlib.closing(Launcher(*imports, **environment)) as launcher:
-        ended = launcher.run(LOST, arguments, tmp_path)
-    for number, (strategy, lost) in enumerate(cases):
+    ended = launch(LOST, arguments, tmp_path)
+    for number, (strategy, lost, _) in enumerate(cases):
         for rank, each in enumerate(ended[4 * number : 4 * number + 4]):
             if rank in lost:
                 assert each.code == -signal.SIGKILL

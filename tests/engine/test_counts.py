@@ -289,15 +289,6 @@ def test_step_copies_shards_and_gradients_once_and_divides_shards(use_orig_param
     assert len(seen.written["_foreach_zero_"]) == 7 and max(seen.written["_foreach_zero_"]) <= 19
 
 
-@on_ranks(2, environment=MESSAGES)
-def test_gather_casts_the_shard_before_sending() -> None:
-    seen = operations_of_the_second_step(wrapped(mixed_precision=MIXED))
-    casts = seen.written["_to_copy"]
-    assert sorted(n for n in casts if n in (ROOT_S, BLOCK_S)) == SHARDS
-    assert max(casts) == BLOCK_S
-    assert sorted(seen.written["copy_"]) == SHARDS
-
-
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @on_ranks(1)
 def test_one_rank_copies_nothing_and_parameters_lie_in_the_shard(use_orig_params: bool) -> None:

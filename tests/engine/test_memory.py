@@ -168,8 +168,8 @@ def test_two_ranks_hold_the_same_memory_in_every_step(use_orig_params: bool) -> 
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_memory_does_not_grow_in_a_hundred_steps(in_place: bool) -> None:
-    (found,) = run_ranks(1, bytes_of_steps_as_one_of_eight, 100, in_place=in_place)
-    assert len(found) == 100
+def test_memory_does_not_grow_in_twenty_steps(in_place: bool) -> None:
+    (found,) = run_ranks(1, bytes_of_steps_as_one_of_eight, 20, in_place=in_place)
+    assert len(found) == 20
     assert len(set(found)) == 1
     assert found[0][1] < 0.1 * 4 * MATRIX

@@ -22,6 +22,7 @@ from tests.support.models import (
     Stack,
     Tiny,
 )
+from tests.support.pairwise import each_value
 from tests.support.parity import make_pair
 from tests.support.ranks import on_ranks
 
@@ -106,6 +107,7 @@ def train(model: str, layout: str, shape: str, reshard: bool) -> None:
         pair.step()
 
 
+@each_value
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     ("ranks", "model", "shape", "reshard"),

@@ -23,6 +23,7 @@ from tests.support.models import (
     RecomputesBlocks,
     saves_everything,
 )
+from tests.support.pairwise import each_value
 from tests.support.parity import assert_same_values, square, whole_gradients
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.same_host import MAPPED, MESSAGES, mapped_or_sent
@@ -124,6 +125,7 @@ def counts_products(model: nn.Module, x: Tensor) -> Tensor:
     return loss.detach()
 
 
+@each_value
 @mapped_or_sent
 @pytest.mark.parametrize(("ranks", "reshard_after_forward"), [(2, True), (4, 2)])
 @on_ranks("ranks")

@@ -101,9 +101,7 @@ def train(
     ("shape", "options", "by_hand"),
     [
         ((3,), KEPT, False),
-        ((2,), KEPT | {"mp_policy": BF16 | {"reduce_dtype": torch.float64}}, True),
         ((2,), {"mp_policy": TWO_DTYPES}, True),
-        ((4,), {"reshard_after_forward": 2}, False),
         ((2, 2), KEPT | {"mp_policy": BF16}, True),
     ],
 )

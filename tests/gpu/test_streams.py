@@ -38,6 +38,7 @@ PRECISIONS = {
     "bf16": MixedPrecision(param_dtype=BF16, reduce_dtype=BF16),
     "fp16 summed in fp32": MixedPrecision(param_dtype=FP16, reduce_dtype=FP32),
 }
+HYBRID = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
 STRATEGIES = [ShardingStrategy[name] for name in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")]
 
 large_stack = functools.partial(chain, *[Large] * 4)
@@ -86,48 +87,38 @@ def test_strategies_in_all_precisions(
     )
 
 
-@pytest.mark.parametrize(
-    "strategy", [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2]
-)
-@on_the_device
-def test_replicas_of_shards(device: str, strategy: ShardingStrategy) -> None:
-    trains(device, 8, sharding_strategy=strategy, mesh=(2, 4))
-
-
-@pytest.mark.parametrize("limit_all_gathers", [True, False])
-@pytest.mark.parametrize(
-    "prefetch", [BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, None]
-)
-@pytest.mark.parametrize("build", [nested, large_stack], ids=["nested", "large"])
-@on_the_device
-def test_prefetching_of_nested_units_and_of_large_gradients(
-    device: str, build: Any, prefetch: BackwardPrefetch | None, limit_all_gathers: bool
-) -> None:
-    options = {"backward_prefetch": prefetch, "limit_all_gathers": limit_all_gathers}
-    trains(device, 8, build, (Outer, Inner, Large), **options)
+PREFETCHES = BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, None
+OFFLOAD = CPUOffload(offload_params=True)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "how", "offload"),
-    [(8, Step(backwards=3), False), (8, Step(backwards=3), True), (1, Step(max_norm=0.05), False)],
+    ("ranks", "options"),
+    [
+        *((8, {"sharding_strategy": each, "mesh": (2, 4)}) for each in HYBRID),
+        *(
+            (8, {"build": build, "backward_prefetch": prefetch, "limit_all_gathers": limit})
+            for build in (nested, large_stack)
+            for prefetch in PREFETCHES
+            for limit in (True, False)
+        ),
+        *(
+            (8, {"how": Step(backwards=3), "cpu_offload": offload, "use_orig_params": original})
+            for offload in (None, OFFLOAD)
+            for original in (True, False)
+        ),
+        *((1, {"how": Step(max_norm=0.05), "use_orig_params": each}) for each in (True, False)),
+        *(
+            (8, {"mixed_precision": PRECISIONS[low], "units": (unit,), "prepare": checkpointed})
+            for low in ("fp32", "bf16 summed in fp32")
+            for unit in (CheckpointWrapper, Block)
+        ),
+    ],
 )
-@both_forms
 @on_the_device
-def test_several_backwards_and_clipping(
-    device: str, use_orig_params: bool, ranks: int, how: Step, offload: bool
-) -> None:
-    options = {"cpu_offload": CPUOffload(offload_params=offload)}
-    trains(device, ranks, how=how, use_orig_params=use_orig_params, **options)
-
-
-@pytest.mark.parametrize("unit", [CheckpointWrapper, Block])
-@pytest.mark.parametrize("precision", ["fp32", "bf16 summed in fp32"])
-@on_the_device
-def test_recomputation_inside_of_units_and_around_them(
-    device: str, precision: str, unit: type[nn.Module]
-) -> None:
-    options = {"mixed_precision": PRECISIONS[precision], "units": (unit,), "prepare": checkpointed}
-    trains(device, 8, **options)
+def test_other_settings(device: str, ranks: int, options: dict[str, Any]) -> None:
+    if "build" in options:
+        options["units"] = (Outer, Inner, Large)
+    trains(device, ranks, **options)
 
 
 # -- parts of the graph on the CPU: autograd runs them in another thread

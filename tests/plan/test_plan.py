@@ -66,10 +66,6 @@ def rows(model: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
-def in_place(model: nn.Module) -> None:
-    rows(model)
-
-
 def on_meta() -> nn.Module:
     with torch.device("meta"):
         return Net()
@@ -178,10 +174,6 @@ def test_plan_leaves_the_model_alone_and_says_what_it_assumed() -> None:
     [(line, value)] = found.assumed.items()
     assert re.search(r"test_plan.py:\d+ in forward", line) and value == 1.0
     assert line in str(found)
-
-
-def test_a_model_may_be_sharded_in_place() -> None:
-    assert planned(in_place).peak == planned(rows).peak
 
 
 def test_attention_is_fused() -> None:

@@ -55,11 +55,8 @@ def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("world_size", [1, 3])
-@on_ranks("world_size")
-def test_averages_are_those_of_the_unsharded_model(
-    world_size: int, layout: str, tmp_path: Path
-) -> None:
+@on_ranks(3)
+def test_averages_are_those_of_the_unsharded_model(layout: str, tmp_path: Path) -> None:
     plain = Net()
     averaged = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
     averaged.update_parameters(plain)  # copies
@@ -96,7 +93,7 @@ def test_updates_in_backward_and_wrong_decays_are_refused() -> None:
         loss.backward()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["flat", "rows"])
 @pytest.mark.parametrize(
     ("dtype", "of_averages"),
     [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16), (torch.float32, None)],
@@ -178,11 +175,18 @@ def test_norms_are_those_of_the_unsharded_model(layout: str) -> None:
         assert_near(grad_norms(model, norm_type), expected)
 
 
-@pytest.mark.parametrize("layout", ["original", "original, unmanaged", "rows", "rows, unmanaged"])
-@pytest.mark.parametrize("shape", [(2, 1, 2), (1, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "shape"),
+    [
+        ("original", (2, 1, 2)),
+        ("original, unmanaged", (1, 2, 2)),
+        ("rows", (1, 2, 2)),
+        ("rows, unmanaged", (2, 1, 2)),
+    ],
+)
 @on_ranks(4)
 def test_norms_are_those_of_whole_gradients_with_tensor_parallelism(
-    shape: tuple[int, ...], layout: str
+    layout: str, shape: tuple[int, ...]
 ) -> None:
     def net() -> nn.Module:
         torch.manual_seed(0)

@@ -10,13 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import (
     MixedPrecision,
     MixedPrecisionPolicy,
-    ShardingStrategy,
     UsageError,
     describe,
     fully_shard,
@@ -105,31 +103,6 @@ def test_the_table_shows_units_that_are_alike_once_and_parts_are_refused() -> No
     for model, part in ((flat(Net()), "module"), (rows(Net()), "layers")):
         with pytest.raises(UsageError, match="part of a unit"):
             describe(getattr(model, part))
-
-
-@on_ranks(2)
-def test_print_adds_a_line_and_keeps_the_modules_own_also_for_replicas_and_groups() -> None:
-    own, added = repr(fully_shard(nn.Linear(7, 7))).splitlines()[1:-1]
-    elements = 4 * 7 + 4 if dist.get_rank() == 0 else 3 * 7 + 3
-    assert own.strip() == nn.Linear(7, 7).extra_repr()
-    assert added.strip() == f"fully_shard over 2 ranks, {elements} of 56 elements here, fp32"
-    empty = FSDP(nn.Sequential(nn.Linear(7, 7)), auto_wrap_policy={"Linear"})
-    assert "FULL_SHARD over 2 ranks, no parameters of its own" in repr(empty)
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    hybrid = FSDP(
-        nn.Linear(7, 7), device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD
-    )
-    rest = " over 1 rank, 2 replicas, 56 of 56 elements here, fp32"
-    assert str(describe(hybrid).units[0]) == f"HYBRID_SHARD{rest}"
-    assert f"fully_shard{rest}" in repr(fully_shard(nn.Linear(7, 7), mesh=mesh))
-    assert "2 x 1" in str(describe(hybrid)) and describe(hybrid).units[0].gathered_nbytes == 0
-    model = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7))
-    fully_shard([model[0], model[1]])
-    assert [(unit.name, unit.numel) for unit in describe(model).units] == [("0", 112)]
-    with pytest.raises(UsageError) as caught:
-        FSDP(nn.Linear(7, 7), keep_units_below=-1)
-    constructor = next(entry for entry in caught.traceback if entry.name == "__init__")
-    assert repr(constructor.locals["self"]) == "FullyShardedDataParallel()", "as debuggers ask"
 
 
 @all_layouts

@@ -454,41 +454,6 @@ def test_one_unit_is_read_at_a_time_and_each_value_once() -> None:
         assert_same(model.state_dict(), wanted)
 
 
-@on_ranks(4)
-def test_a_rank_reads_only_parameters_it_has_a_part_of() -> None:
-    """In one unit, whose parameters are one after the other in it."""
-    torch.manual_seed(0)
-    model = FSDP(nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4))))
-    wanted = {name: value.clone() * 2 for name, value in model.state_dict().items()}
-    Lazy.loads = 0
-    model.load_state_dict(lazily(wanted))
-    assert_same(model.state_dict(), wanted)
-    assert Lazy.loads == 1
-
-
-@on_ranks(2)
-def test_lazy_values_that_do_not_fit_are_refused_unread() -> None:
-    wanted = lazily(make_model(1).state_dict())
-    wrong: list[tuple[str, str, Tensor]] = [
-        ("cube", "size mismatch for cube: expected shape .3, 1, 5. as .*2, 2", torch.empty(2, 2)),
-        ("cube", "complex64", torch.empty(3, 1, 5, dtype=torch.complex64)),
-        ("count", "size mismatch for count", torch.empty(3, dtype=torch.int64)),
-        ("surplus", "Unexpected key.*surplus", torch.empty(3)),
-    ]
-    for config, on_rank0 in ((FLAT, False), (ORIGINAL, True)):
-        model = shard(make_model(2), config)
-        if on_rank0:
-            FSDP.set_state_dict_type(model, FULL, ON_RANK0)
-        Lazy.loads = 0
-        for key, words, like in wrong:
-            given = {**wanted, key: Lazy(lambda: None, like)}
-            with pytest.raises(CheckpointError, match=words):
-                model.load_state_dict({} if on_rank0 and dist.get_rank() else given)
-            assert Lazy.loads == 0, words
-        FSDP.set_state_dict_type(model, FULL)
-        assert_same(model.state_dict(), make_model(2).state_dict(), "nothing was loaded")
-
-
 @on_ranks(2)
 def test_a_value_that_does_not_load_is_an_error_on_all_ranks() -> None:
     def torn() -> Tensor:

@@ -34,7 +34,6 @@ from tests.support.odd_model import (
     stack,
     state_by_name,
     train,
-    whole,
 )
 from tests.support.optimizer_state import (
     FEW_CONFIGS,
@@ -42,8 +41,6 @@ from tests.support.optimizer_state import (
     OPTIMIZERS,
     SHARDED,
     Named,
-    NeedsClosure,
-    TakesAsItIs,
     assert_compact,
     assert_equal_states,
     from_rank0,
@@ -303,33 +300,6 @@ def test_a_template_is_what_a_first_step_makes_and_changes_nothing() -> None:
         assert len({id(step) for step in steps}) == len(steps), "each has a count of its own"
 
 
-class KeepsMasters(torch.optim.SGD):
-    """Keeps a copy of what it trains, and a number."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
-            if not self.state[p]:
-                self.state[p].update(master=p.detach().clone(), rounds=3)
-            self.state[p]["master"].sub_(p.grad, alpha=0.1)
-            p.copy_(self.state[p]["master"])
-
-
-@on_ranks(2)
-def test_template_entries_equal_those_of_a_first_step() -> None:
-    model = shard(make_model(), FEW_CONFIGS[1])
-    masters = sharded_state(model, KeepsMasters(model.parameters(), weight_decay=0.5))["state"]
-    with pytest.warns(UserWarning, match="no closure"):
-        assert sharded_state(model, NeedsClosure(model.parameters()))["state"] == {}
-    with FSDP.state_dict_type(model, SHARDED):
-        parts = {name: value for name, value in model.state_dict().items() if name in masters}
-    trainable = {name for name, p in make_model().named_parameters() if p.requires_grad}
-    assert sharded_state(model, Named(model))["state"].keys() == parts.keys() == trainable
-    assert all(entry["rounds"] == 3 for entry in masters.values())
-    assert_same({name: entry["master"] for name, entry in masters.items()}, whole(parts))
-    assert full_state(model, OPTIMIZERS["Adam"](model.parameters()))["state"] == {}, "as with torch"
-
-
 @on_ranks(3)
 def test_a_rank_without_state_adds_none_to_the_others() -> None:
     net = nn.Sequential(nn.Linear(1, 2, bias=False), nn.Linear(8, 8))  # the first on rank 0 alone
@@ -367,20 +337,6 @@ def test_an_optimizer_may_key_its_state_by_names_as_in_torch() -> None:
     assert_same(load_into_new(ours, "Adam", found), found["state"])
     with refuses(UsageError, "is not keyed by its parameters"):
         FSDP.optim_state_dict(ours, optimizer, found)
-
-
-@on_ranks(2)
-def test_param_groups_may_be_missing_both_ways() -> None:
-    model, optimizer = sharded(FEW_CONFIGS[0], "Adam")
-    own, full = optimizer.state_dict(), full_state(model, optimizer)
-    found = FSDP.optim_state_dict(model, optimizer, {"state": own["state"]})
-    assert found.keys() == {"state"}
-    assert_same(found["state"], full["state"])
-    its = loadable(model, optimizer, found)
-    assert its.keys() == {"state"}
-    other = OPTIMIZERS["Adam"](model.parameters())
-    other.load_state_dict({**its, "param_groups": own["param_groups"]})
-    assert_same(full_state(model, other)["state"], found["state"])
 
 
 @on_ranks(2)
@@ -582,17 +538,3 @@ def test_an_optimizer_may_lack_parameters_its_rank_has_no_part_of(
         other = AdamW(p for p in model.parameters() if p.numel())
         way(model, other)
         assert_same(full_state(model, other)["state"], full["state"])
-
-
-@on_ranks(2)
-def test_states_whose_dtypes_differ_are_not_mixed() -> None:
-    """Optimizers of 8-bit states keep 8 bits for large parts and 32 for small ones."""
-    model = shard(make_model(), ("FULL_SHARD", True, "none"))
-    optimizer, other = (TakesAsItIs(model.parameters(), lr=0.1) for _ in range(2))
-    for p in (p for p in model.parameters() if p.requires_grad):
-        value, dtype = (7, torch.uint8) if p.numel() > 16 else (0.5, torch.float32)
-        optimizer.state[p]["seen"] = torch.full_like(p, value, dtype=dtype)
-    load(model, other, full_state(model, optimizer))
-    for p in (p for p in optimizer.state if p.numel()):
-        assert other.state[p]["seen"].dtype == optimizer.state[p]["seen"].dtype
-        assert torch.equal(other.state[p]["seen"], optimizer.state[p]["seen"])

@@ -4,16 +4,11 @@ their values are also in test_matrix.py."""
 from __future__ import annotations
 
 import inspect
-import itertools
 import warnings
 from typing import Any
 
-import pytest
-import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-from torch.distributed.fsdp import OptimStateKeyType as TorchKeyType
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import OptimStateKeyType
@@ -22,7 +17,6 @@ from tests.support.odd_model import (
     assert_same,
     make_model,
     shard,
-    state_by_name,
     train,
 )
 from tests.support.optimizer_state import (
@@ -116,33 +110,6 @@ def rekeyed(state: Any, kind: Any, *args: Any, **kwargs: Any) -> Any:
     return called(REKEY, state, kind, *args, **kwargs)
 
 
-@pytest.mark.filterwarnings("ignore:The `optim_input` argument")
-@pytest.mark.parametrize("by", ["optim", "optim_input", "groups", "nothing"])
-def test_rekeying_equals_torchs(by: str) -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))  # torch refuses ties
-    optimizer = OPTIMIZERS["Adam"](params_of(model, by == "groups"))
-    model(torch.ones(3)).sum().backward()
-    optimizer.step()
-    how: dict[str, Any] = {
-        "optim": {"optim": optimizer},
-        "optim_input": {"optim_input": list(model.parameters())},
-        "groups": {"optim_input": params_of(model, True)},
-    }.get(by, {})
-    numbered, named = optimizer.state_dict(), state_by_name(model, optimizer)
-    for state, key_type, expected in (
-        (numbered, "PARAM_NAME", named),
-        (named, "PARAM_ID", numbered),
-        (named, "PARAM_NAME", named),
-        (numbered, "PARAM_ID", numbered),
-    ):
-        found = rekeyed(state, OptimStateKeyType[key_type], model, **how)
-        assert_same(found["state"], expected["state"])
-        if state is not expected:
-            expected = TorchFSDP.rekey_optim_state_dict(state, TorchKeyType[key_type], model, **how)
-            assert_same(found["state"], expected["state"])
-        assert found["param_groups"] == expected["param_groups"]
-
-
 @on_ranks(2)
 def test_a_dict_is_rekeyed_for_a_model_of_flat_parameters() -> None:
     """Numbers are those of the model without wrapping, whatever order its units have."""
@@ -170,70 +137,3 @@ def test_a_dict_is_rekeyed_for_a_model_of_flat_parameters() -> None:
 
 
 # --- refused --------------------------------------------------------------------------------------
-
-
-@on_ranks(2)
-def test_wrong_arguments_and_keys_are_refused_on_every_rank() -> None:
-    model, optimizer = sharded(("FULL_SHARD", False, "blocks"), "Adam", steps=0)
-    for name, *arguments in (
-        (FULL, optimizer, model),
-        (IN_PARTS, model, optimizer, "group"),
-        (SHARD, {}, model, None, model),
-        (SCATTER, None, model, None, optimizer),
-    ):
-        refused(UsageError, name, *arguments)
-    plain = nn.Linear(2, 2)
-    its = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
-    groups = [{"params": ["weight", "bias"]}]
-    for state in (
-        {"state": {"weight": {}, 1: {}}, "param_groups": groups},
-        {"state": {"other": {}}, "param_groups": groups},
-        {"state": {}, "param_groups": [{"params": ["other"]}]},
-        {"param_groups": groups},
-    ):
-        refused(CheckpointError, REKEY, state, NUMBER, plain, optim=its)
-    refused(UsageError, REKEY, its.state_dict(), None, plain, optim=its)
-
-
-class Beside(nn.Sequential):
-    """A unit after a layer of no unit, and with ``extra`` one more parameter outside or inside."""
-
-    def __init__(self, extra: str = "") -> None:
-        first, unit = nn.Linear(5, 5), nn.Linear(5, 5)
-        if extra == "inside":
-            unit.register_parameter("extra", nn.Parameter(torch.ones(3)))
-        super().__init__(first, FSDP(unit))
-        if extra == "outside":
-            self.register_parameter("extra", nn.Parameter(torch.ones(3)))
-
-
-@on_ranks(2)
-def test_only_missing_state_of_managed_parameters_is_an_error() -> None:
-    """As in torch; a program may keep the state of the other ones itself."""
-
-    def loads(way: str, state: Any, model: nn.Module, optimizer: Any) -> Any:
-        mine = None if way == SCATTER and dist.get_rank() else state
-        return called(way, mine, model, optim=optimizer)
-
-    for kind, way in itertools.product(("Adam", "SGD"), (SHARD, SCATTER, FLATTEN)):
-        model, outside, inside = Beside(), Beside("outside"), Beside("inside")
-        make = OPTIMIZERS[kind]
-        optimizer = make(model.parameters())
-        model(torch.ones(2, 5)).sum().backward()
-        optimizer.step()
-        if way == FLATTEN:
-            saved = called(IN_PARTS, model, optimizer)
-        else:
-            saved = called(FULL, model, optimizer, rank0_only=False)
-        optimizer = make(outside.parameters())
-        its = loads(way, saved, outside, optimizer)
-        listed = its["param_groups"][0]["params"]
-        assert set(its["state"]) == set(listed) == {1, 2, 3}  # the first one is missing
-        listed.insert(0, 0)
-        optimizer.load_state_dict(its)
-        optimizer = make(inside.parameters())
-        if kind == "Adam":
-            with pytest.raises(ValueError):  # a count, and none
-                loads(way, saved, inside, optimizer)
-        else:
-            assert set(loads(way, saved, inside, optimizer)["state"]) == {0, 1, 2}

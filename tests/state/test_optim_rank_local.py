@@ -27,7 +27,6 @@ from tests.support.odd_model import (
     by_rank,
     make_model,
     shard,
-    state_by_name,
     train,
 )
 from tests.support.optimizer_state import (
@@ -264,37 +263,7 @@ def test_another_layout_refuses_and_names_rank_local_state(tmp_path: Path) -> No
     run_ranks(2, _refused_elsewhere, path, ("FULL_SHARD", False, "none"))
 
 
-@on_ranks(2)
-def test_factored_state_of_whole_parameters_loads_where_they_are_whole() -> None:
-    plain, reference = trained(make_model(odd=False), torch.optim.Adafactor)
-    model, optimizer = in_config(CONFIGS[2], torch.optim.Adafactor, odd=False)
-    found, expected = full_state(model, optimizer), state_by_name(plain, reference)
-    assert "row_var" in found["state"]["embed.weight"]
-    assert_same(found["state"], expected["state"], rtol=1.3e-6, atol=1e-5)
-    other = torch.optim.Adafactor(model.parameters())
-    other.load_state_dict(loadable(model, other, reference.state_dict()))
-    assert_same(full_state(model, other)["state"], expected["state"])
-    cut, target = in_config(CONFIGS[1], "SGD", odd=False)
-    with refuses(CheckpointError, "row_var"):
-        loadable(cut, target, expected)
-
-
 # --- said beforehand ------------------------------------------------------------------------------
-
-
-@on_ranks(2)
-def test_the_first_dict_warns_once_about_all_rank_local_states() -> None:
-    model, optimizer = in_config(CONFIGS[1])
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for take in (full_state, sharded_state, full_state):
-            take(model, optimizer)
-    (text,) = [str(each.message) for each in caught if "layout" in str(each.message)]
-    names = [name for name, p in clean(model) if p.numel()]
-    assert all(f"{name}.{key}" in text for name in names for key in RANK_LOCAL)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        full_state(*in_config(CONFIGS[1], "Adam"))
 
 
 @on_ranks(2)

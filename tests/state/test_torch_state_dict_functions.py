@@ -4,6 +4,7 @@ test_matrix.py compares: parts of models, strictness, several optimizers, names.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import itertools
 import warnings
@@ -46,7 +47,6 @@ from tests.support.odd_model import (
     state_by_name,
     train,
 )
-from tests.support.programs import python
 from tests.support.ranks import on_ranks
 
 CONFIGS: tuple[Config, ...] = (
@@ -289,21 +289,20 @@ def test_models_and_optimizers_with_methods_patched_by_torch_work() -> None:
     assert_same(get_model_state_dict(model), raised)
 
 
-# --- how they are reached -------------------------------------------------------------------------
+@dataclasses.dataclass
+class LaterOptions(StateDictOptions):
+    """What a later torch may have."""
 
-FIRST = """
-import torch, torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from fsdp_compat import FullyShardedDataParallel as FSDP
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-state = get_model_state_dict(FSDP(torch.nn.Linear(2, 3)), options=StateDictOptions(True))
-assert state["weight"].shape == (3, 2)
-"""
+    compressed: bool = False
 
 
-def test_functions_imported_before_the_package_know_its_models() -> None:
-    """In a module that is imported later: test_torch_adapter.py."""
-    python("-c", FIRST)
+@on_ranks(1)
+def test_options_of_a_later_torch_are_refused_by_name() -> None:
+    model = FSDP(nn.Linear(2, 3))
+    state = get_model_state_dict(model, options=LaterOptions(full_state_dict=True))
+    assert state.keys() == {"weight", "bias"}
+    with pytest.raises(UsageError, match=r"options\.compressed"):
+        get_model_state_dict(model, options=LaterOptions(full_state_dict=True, compressed=True))
 
 
 def test_other_models_get_torchs_results_and_errors() -> None:

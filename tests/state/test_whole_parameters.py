@@ -126,7 +126,7 @@ def assert_near(found: dict[str, Tensor], right: dict[str, Tensor], *, is_exact:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("world_size", [1, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3])
 @on_ranks("world_size")
 def test_steps_are_those_of_one_process(world_size: int, layout: str) -> None:
     for make in OPTIMIZERS.values() if layout != "columns" else (muon,):
@@ -161,12 +161,11 @@ def test_accumulation_clipping_and_closures(layout: str) -> None:
     assert_near(values(model), plain.state_dict(), is_exact=False)
 
 
-@pytest.mark.parametrize("layout", ["flat", "original"])
 @on_ranks(4)
-def test_replicas_stay_equal_and_one_of_them_saves(layout: str, tmp_path: Path) -> None:
+def test_replicas_stay_equal_and_one_of_them_saves(tmp_path: Path) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
     strategy = ShardingStrategy.HYBRID_SHARD
-    model = LAYOUTS[layout](Net(), device_mesh=mesh, sharding_strategy=strategy)
+    model = LAYOUTS["original"](Net(), device_mesh=mesh, sharding_strategy=strategy)
     optimizer = sharded(model, muon)
     train(model, optimizer, (0, 1))
     path = checkpoint.save(tmp_path, model, optimizer, step=2)
@@ -269,7 +268,7 @@ def test_state_moves_between_numbers_of_ranks(layout: str, tmp_path: Path) -> No
 
 
 def _run(layout: str, path: Path, saves: bool) -> None:
-    for make, way in itertools.product(("muon", "adafactor"), WAYS):
+    for make, way in (*itertools.product(["muon"], WAYS), ("adafactor", WAYS[0])):
         folder, model = path / make / way, LAYOUTS[layout](Net())
         optimizer = sharded(model, OPTIMIZERS[make])
         if saves:
@@ -325,7 +324,7 @@ def test_a_rank_that_owns_nothing_and_state_that_constructors_make_are_saved(
         return name == "layers.1.up.weight"
 
     adagrad = partial(torch.optim.Adagrad, lr=LR)
-    for way, others in itertools.product(WAYS, (sgd, adagrad)):
+    for way, others in zip(WAYS, (sgd, adagrad, sgd, adagrad), strict=True):
         folder = tmp_path / way / others.func.__name__
         model, other = LAYOUTS[layout](Net()), LAYOUTS[layout](Net())
         optimizer = GatheredOptimizer(model, muon, is_one, others)
@@ -413,7 +412,6 @@ def other_choice(name: str, shape: tuple[int, ...]) -> bool:
     return len(shape) == 2 and (dist.get_rank() == 0 or "up" not in name)
 
 
-# arguments of GatheredOptimizer after the model, and words of the error on ranks 0 and 1
 # arguments of GatheredOptimizer after the model, and words of the error on ranks 0 and 1
 REFUSED: dict[str, tuple[Any, str, str]] = {
     "all together": ((lambda p: Clipped(p, 0.1),), "Clipped depend on all parameters", ""),

@@ -173,26 +173,6 @@ def test_all_ranks_agree_on_places_that_cover_the_buffer_exactly_once(case: Case
 
 
 @each_case
-def test_split_gives_views_in_the_shapes_of_the_places_of_values_of_any_strides(case: Case) -> None:
-    form = gather_form(case.stores[0])
-    places = form.param_views(torch.empty(case.ranks * form.numel))
-    for index, value in enumerate(case.values):
-        parts = form.split(index, value)
-        assert [part.shape for part in parts] == [place.shape for place in places[index]]
-        own = value.untyped_storage().data_ptr()
-        assert all(part.untyped_storage().data_ptr() == own for part in parts)
-    stretched = [torch.full((), 2.0).expand(value.shape) for value in case.values]
-    turned = [
-        value.movedim(0, -1).contiguous().movedim(-1, 0) if value.dim() else value
-        for value in case.values
-    ]
-    for values in (stretched, turned):
-        buffer = torch.zeros(case.ranks * form.numel)
-        put_into(form, values, buffer)
-        assert all_equal(taken_from(form, case.values, buffer), values)
-
-
-@each_case
 def test_an_all_gather_restores_the_parameters_bit_by_bit_with_zero_padding(case: Case) -> None:
     form, gathered = gather_form(case.stores[0]), case.gathered(torch.float32)
     assert all_equal(taken_from(form, case.values, gathered), case.values)
@@ -209,21 +189,6 @@ def test_unsharded_parameters_are_trainable_and_equal_the_originals(case: Case) 
     assert len({p.untyped_storage()._cdata == buffer for p in params}) == 1, "all view it, or none"
     converted = [value.to(torch.bfloat16) for value in case.values]
     assert all_equal(case.memory(torch.bfloat16).unsharded_params, converted)
-
-
-@each_case
-def test_unsharded_parameters_have_separate_version_counters(case: Case) -> None:
-    memory = case.memory()
-    before = [parameter._version for parameter in memory.unsharded_params]
-    with torch.no_grad():
-        for parameter in memory.unsharded_params:
-            parameter.add_(0)
-        # It is freed where the unsharded parameters are copies.
-        if memory.all_gather_output.untyped_storage().nbytes():
-            memory.all_gather_output.add_(0)
-    assert [parameter._version for parameter in memory.unsharded_params] == [
-        version + 1 for version in before
-    ]
 
 
 @each_case
@@ -259,43 +224,6 @@ def test_gradients_at_once_are_written_as_one_by_one(case: Case) -> None:
             values = [gradients[index] for index in given]
             form.pack_grads(together.view(case.ranks, -1), values, given)
             assert torch.equal(together, one_by_one.to(dtype))
-
-
-@each_case
-def test_modules_show_sharded_or_unsharded_parameters_under_the_same_names(case: Case) -> None:
-    store, unsharded = case.stores[0], case.memory().unsharded_params
-    full, cut = store.shown(unsharded), store.shown(None)
-    assert [(id(slot.module), slot.attribute) for slot in full] == [
-        (id(slot.module), slot.attribute) for slot in cut
-    ]
-    tied = [slot.attribute for slot in full if slot.parameter is unsharded[0]]
-    assert tied == ["p0", "again"]
-    sharded = {id(sharded) for sharded, _ in store.sharded_params}
-    assert {id(slot.parameter) for slot in cut if slot.parameter is not None} == sharded
-    assert not any(id(slot.parameter) in sharded for slot in full)
-
-
-@pytest.mark.parametrize("kind", STORES)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_a_store_keeps_the_dtype_of_its_parameters(kind: str, dtype: torch.dtype) -> None:
-    case = build(kind, SHAPES["odd"], 3, dtype)
-    assert case.stores[0].dtype == dtype
-    assert {param.dtype for store in case.stores for param, _ in store.sharded_params} == {dtype}
-    found = taken_from(gather_form(case.stores[0]), case.values, case.gathered(dtype))
-    assert all_equal(found, case.values)
-
-
-@pytest.mark.parametrize("kind", ["flat", "original"])
-def test_every_parameter_of_a_flat_store_starts_at_sixteen_bytes(kind: str) -> None:
-    for dtype, size in [(torch.float32, 4), (torch.bfloat16, 2), (torch.float64, 8)]:
-        store = build(kind, SHAPES["odd"], 2, dtype).stores[0]
-        assert store.numel * size % 16 == 0
-        buffer = torch.empty(2 * store.numel, dtype=dtype)
-        assert all(
-            (view.data_ptr() - buffer.data_ptr()) % 16 == 0
-            for views in store.param_views(buffer)[:-1]
-            for view in views
-        )
 
 
 # Changes of sharded parameters between steps that the flat stores refuse.

@@ -355,8 +355,8 @@ def assert_stays_failed(subject: Subject) -> None:
 
 # -- processes that end or stop in the middle
 
-STOP_S = 4.0  # four times LIMITS, after which an idle or silent rank is given up
-LIMITS = {"FSDP_COMPAT_MEET_TIMEOUT": "1", "FSDP_COMPAT_WARN_AFTER": "1"}
+STOP_S = 2.4  # four times LIMITS, after which an idle or silent rank is given up
+LIMITS = {"FSDP_COMPAT_MEET_TIMEOUT": "0.6", "FSDP_COMPAT_WARN_AFTER": "0.6"}
 
 
 def _die() -> None:
@@ -431,26 +431,28 @@ Case = tuple[Fate, str, int]  # what happens, the call, the number of ranks
 
 
 def cases() -> dict[str, Case]:
-    """Return each call with a rank that is killed in the middle of it, and every second one with
-    another fate."""
-    found: list[Case] = []
-    fates = itertools.cycle((_is_stopped, _ends))
-    # the calls left out send the same as others of the table
-    for number, name in enumerate(name for name in CALLS if name not in _LIKE_OTHERS):
-        ranks = 2 + number // 2 % 2
-        found.append((is_killed, name, ranks))
-        if number % 2:
-            found.append((next(fates), name, 5 - ranks))
+    """Return calls that wait for different things, each with a rank that is killed in the middle of
+    it, and some with another fate."""
+    found: list[Case] = [
+        (is_killed, name, 2 + number % 2)
+        for number, name in enumerate(
+            (
+                "forward",
+                "backward",
+                "state_dict, rank0_only",
+                "load_state_dict, rank0_only",
+                "optim_state_dict, sharded",
+                "clip_grad_norm_",
+                "checkpoint.save",
+                "checkpoint.resume",
+            )
+        )
+    ]
+    found += [(_ends, "forward", 2), (_ends, "state_dict", 3), (_ends, "checkpoint.save", 2)]
+    found += [(_is_stopped, "backward", 3), (_is_stopped, "checkpoint.async_save", 2)]
     return {
         f"{fate.__name__.strip('_')}, {name}, {n} ranks": (fate, name, n) for fate, name, n in found
     }
-
-
-_LIKE_OTHERS = (
-    "state_dict, sharded",
-    "optim_state_dict_to_load",
-    "torch.nn.utils.clip_grad_norm_",
-)
 
 
 def meet_fate(rank: str, title: str, scratch: str) -> None:

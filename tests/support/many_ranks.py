@@ -16,6 +16,7 @@ import heapq
 import json
 import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -38,7 +39,7 @@ from fsdp_compat.checkpoint._save import _SaveJob
 from fsdp_compat.checkpoint._snapshot import Snapshot
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.models import Block
-from tests.support.programs import python
+from tests.support.programs import launch
 
 SKEW_S = 0.02  # between the first arrival and the last
 HEADER_NBYTES = 9  # of a request or an answer
@@ -230,11 +231,12 @@ CALLS = meet, late, refused, exchange
 # -- what ranks of a real model tell each other, one rank at a time: in a process of its own
 
 
-def plans(ranks: int, numbers: list[int]) -> dict[str, list[str]]:
+def plans(ranks: int, numbers: list[int], folder: Path) -> dict[str, list[str]]:
     """What ranks of a world of ``ranks`` tell the others in a save, by front end."""
-    code = f"print(many_ranks.told({ranks}, {numbers}))"
-    done = python("-c", f"from tests.support import many_ranks; {code}")
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    code = f"from tests.support import many_ranks; print(many_ranks.told({ranks}, {numbers}))"
+    (done,) = launch(code, [[]], folder)
+    assert not done.code, done.err
+    return dict(json.loads(done.out.splitlines()[-1]))
 
 
 def told(ranks: int, numbers: list[int]) -> str:

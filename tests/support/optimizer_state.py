@@ -177,11 +177,6 @@ def torchs_full(model: Any, optimizer: Any, state: Any = None) -> Any:
         return TorchFSDP.optim_state_dict(model, optimizer, state)
 
 
-def torchs_loadable(model: Any, optimizer: Any, state: Any, **options: Any) -> Any:
-    with TorchFSDP.state_dict_type(model, *TORCHS_FULL):
-        return TorchFSDP.optim_state_dict_to_load(model, optimizer, state, **options)
-
-
 # -- what is sent, and what memory is shared
 
 

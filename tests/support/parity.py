@@ -42,7 +42,6 @@ RTOL, ATOL = 2e-5, 1e-6  # of all comparisons with the unsharded copy
 
 both_forms = pytest.mark.parametrize("use_orig_params", [False, True])
 # One form, where both would cost much and others of the file have them; or both, if all is tested.
-flat_form = pytest.mark.parametrize("use_orig_params", sample([False, True], 0))
 original_form = pytest.mark.parametrize("use_orig_params", sample([False, True], 1))
 both_strategies = pytest.mark.parametrize(
     "strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP]

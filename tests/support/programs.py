@@ -1,10 +1,11 @@
 """Run a script as several processes that exit like any program, at the cost of one import of torch:
 one interpreter imports it, and forks a process for each list of arguments.
 
-    ended = Launcher("fsdp_compat").run(SOURCE, [["0", "path"], ["1", "path"]], folder)"""
+    ended = launch(SOURCE, [["0", "path"], ["1", "path"]], folder)"""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -28,7 +29,7 @@ import torch
 torch.set_num_threads(1)
 gc.freeze()  # or each process visits all imported objects when it ends, which takes long
 for _line in iter(sys.stdin.readline, ""):
-    _source, _folder, _arguments = json.loads(_line)
+    _source, _folder, _arguments, _environment = json.loads(_line)
     _pids = []
     for _number, _argument in enumerate(_arguments):
         _pid = os.fork()
@@ -46,6 +47,7 @@ _files = (os.devnull, f"{_folder}/{_number}.out", f"{_folder}/{_number}.err")
 for _fd, _name in enumerate(_files):
     os.dup2(os.open(_name, os.O_RDWR | os.O_CREAT | os.O_TRUNC), _fd)
 sys.argv[1:] = _argument
+os.environ.update(_environment)
 exec(compile(_source, "<program>", "exec"))
 """
 
@@ -97,11 +99,13 @@ class Launcher:
         source: str,
         arguments: Sequence[Sequence[object]],
         folder: Path,
+        **environment: str,
     ) -> list[Ended]:
         """Run ``source`` once with each list of arguments, all at once."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        request = [source, str(folder), [list(map(str, each)) for each in arguments]]
+        texts = [list(map(str, each)) for each in arguments]
+        request = [source, str(folder), texts, environment]
         print(json.dumps(request), file=self._process.stdin, flush=True)
         limit = limit_s()
         killer = threading.Timer(limit, os.killpg, [self._process.pid, signal.SIGKILL])
@@ -116,3 +120,17 @@ class Launcher:
 
     def close(self) -> None:
         self._process.communicate(timeout=limit_s(20))
+
+
+@functools.cache
+def _shared() -> Launcher:
+    """Ends with this process."""
+    names = "fully_sharded_data_parallel", "checkpoint"
+    return Launcher("torch._dynamo", *(f"fsdp_compat.{name}" for name in names))
+
+
+def launch(
+    source: str, arguments: Sequence[Sequence[object]], folder: Path, **environment: str
+) -> list[Ended]:
+    """``Launcher.run``, by a launcher that all tests of this process share."""
+    return _shared().run(source, arguments, folder, **environment)

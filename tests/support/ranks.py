@@ -12,7 +12,7 @@
     def test_rank() -> None:
         assert dist.get_world_size() == 2
 
-Importing torch costs seconds, so rank processes are started on the first call that needs them and
+Importing torch costs seconds, so rank processes are forks of one that has imported it, and are
 kept. Every call gets its own default group. State that a call may change is restored before the
 next one: the group and its subgroups, seeds, torch's global modes, warning filters, environment
 variables, the working directory. If a process died, hangs or cannot clean up, all are killed and
@@ -29,19 +29,19 @@ waiting for the time limit."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import functools
 import gc
 import importlib
-import json
+import multiprocessing
 import os
 import pickle
 import queue
 import random
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -54,6 +54,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest import mock
 
 from tests.support.time_limit import limit_s
 
@@ -63,6 +64,16 @@ DEATH_S = 0.5  # for noticing a death
 RELEASE_LIMIT_S = 20.0  # for cleaning up after a call
 STACK_LIMIT_S = 5.0  # for writing stacks
 GROUP_SHARE = 0.6  # of a call's time limit: the default limit of its process group
+
+ROOT = str(Path(__file__).parents[2])
+# Rank processes are forked from one that has imported these. It runs nothing else.
+_forks = multiprocessing.get_context("forkserver")
+_forks.set_forkserver_preload(
+    [
+        *("torch._dynamo", "torch.distributed.checkpoint.state_dict", "hypothesis", "pytest"),
+        *("tests.support.case", "tests.support.checkpoints", "tests.support.twin"),
+    ]
+)
 
 
 class RankError(AssertionError):
@@ -183,21 +194,19 @@ class _Rank:
         self.rank = rank
         self.output = directory / f"output-{rank}.txt"  # stdout and stderr of the running call
         self.stacks = directory / f"stacks-{rank}.txt"
+        self.output.touch()
         self.connection, theirs = Pipe()
-        arguments = json.dumps([sys.path, rank, theirs.fileno(), str(self.stacks)])
-        start = "import json, sys; sys.path[:], *rest = json.loads(sys.argv[1]); "
-        start += f"from {__name__} import _serve; _serve(*rest)"
-        with self.output.open("ab") as output, theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-u", "-c", start, arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                pass_fds=[theirs.fileno()],
-                env=_environment(),
-                # Ctrl-C reaches pytest alone; the rank ends with its connection
-                start_new_session=True,
-            )
+        arguments = rank, theirs, str(self.output), str(self.stacks), _environment()
+        self.process = _forks.Process(target=_serve, args=arguments)
+        # for the process that is forked, if this is its first fork
+        found = {"PYTHONPATH": ROOT, "PYTHONUNBUFFERED": "1"}
+        with theirs, mock.patch.dict(os.environ, {**_environment(), **found}):
+            self.process.start()
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
 
     def send(self, message: object) -> None:
         with contextlib.suppress(OSError):  # a dead rank is found by receive()
@@ -213,21 +222,22 @@ class _Rank:
     def has_ended(self) -> bool:
         """True if the process has ended and everything it sent was read. Its child may keep the
         connection open."""
-        return self.process.poll() is not None and not self.connection.poll()
+        return self.process.exitcode is not None and not self.connection.poll()
 
     def died(self) -> Died:
         when = time.monotonic()
-        try:
-            code = self.process.wait(limit_s(STACK_LIMIT_S))
-        except subprocess.TimeoutExpired:
+        self.process.join(limit_s(STACK_LIMIT_S))
+        code = self.process.exitcode
+        if code is None:
             return Died(when, "closed its connection")
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         return Died(when, f"died with {how}")
 
     def kill(self) -> None:
+        self.process.kill()
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # with its children
-        self.process.wait()
+            os.killpg(self.pid, signal.SIGKILL)  # with its children
+        self.process.join()
         self.connection.close()
 
 
@@ -378,12 +388,11 @@ class _Pool:
     def _stacks(self, ranks: list[_Rank], wanted: list[int]) -> str:
         """Let the ranks write their Python stacks, which ends them; return those of ``wanted``."""
         for rank in ranks:
-            if rank.process.poll() is None:
-                rank.process.send_signal(signal.SIGUSR1)
+            if rank.process.exitcode is None:
+                os.kill(rank.pid, signal.SIGUSR1)
         end = time.monotonic() + limit_s(STACK_LIMIT_S)
         for rank in ranks:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                rank.process.wait(max(0.0, end - time.monotonic()))
+            rank.process.join(max(0.0, end - time.monotonic()))
         text = ""
         for rank in ranks:
             if rank.rank in wanted and rank.stacks.exists():
@@ -460,16 +469,28 @@ def _environment() -> dict[str, str]:
     return environment
 
 
-_pool = _Pool()
+_pool, _owner = _Pool(), os.getpid()
+
+
+@atexit.register
+def _at_exit() -> None:
+    if os.getpid() == _owner:  # not in its forks
+        close_pool()
 
 
 # --- in a rank's process --------------------------------------------------------------------------
 
 
-def _serve(rank: int, file_descriptor: int, stacks: str) -> None:
+def _serve(
+    rank: int, connection: Connection, output: str, stacks: str, environment: dict[str, str]
+) -> None:
     """The main loop of a rank process: answer calls until pytest ends."""
-    os.set_inheritable(file_descriptor, False)
-    connection = Connection(file_descriptor)
+    os.setsid()  # Ctrl-C reaches pytest alone; the rank ends with its connection
+    os.environ.clear()
+    os.environ.update(environment)
+    with open(output, "ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
     faulthandler.enable()
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     # chain: the default action follows the dump and ends the process, so that a dump is complete

@@ -48,19 +48,6 @@ def pairs(*program: Happening) -> list[tuple[str, int, str, int]]:
     ]
 
 
-# -- what is reported
-
-
-def test_the_bytes_that_both_touch_are_reported() -> None:
-    (found,) = find_unordered([write(A, (0, 10)), read(B, (6, 20))])
-    assert found.range == (6, 10)
-
-
-def test_reads_of_bytes_between_known_ones_are_kept() -> None:
-    program = write(A, (0, 4)), write(A, (8, 12)), read(A, (0, 12)), write(B, (5, 7))
-    assert pairs(*program) == [("read", A, "write", B)]
-
-
 # -- allocations
 
 

@@ -64,9 +64,6 @@ def failure_of(n: int, function: Callable[..., Any], *args: Any, **options: Any)
     return caught.value.failed, str(caught.value)
 
 
-# --- arguments and results ---
-
-
 # --- one call does not affect the next ---
 
 
@@ -195,16 +192,19 @@ def test_a_rank_that_exits_or_crashes_is_reported_at_once_and_replaced(lost: Non
 
 def test_a_rank_that_hangs_is_reported_with_its_stack(lost: None) -> None:
     pids = run_ranks(2, os.getpid)
-    failed, message = failure_of(2, _runs_forever, timeout=3)
+    failed, message = failure_of(2, _runs_forever, timeout=1.5)
     assert failed == (1,)
-    assert_told(message, "rank 1: did not answer within 3 s", "rank 0: returned")
+    assert_told(message, "rank 1: did not answer within 1.5 s", "rank 0: returned")
     assert_told(message, "===== stacks of rank 1", "in _runs_forever")
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
 
 
-def test_a_failure_is_shown_when_another_rank_does_not_come_back(lost: None) -> None:
+def test_a_failure_is_shown_when_another_rank_does_not_come_back(
+    lost: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "GRACE_S", 0.3)
     started = time.perf_counter()
     failed, message = failure_of(2, _sleeps_while_the_other_raises, timeout=240)
     assert time.perf_counter() - started < 120, "the time limit was not waited for"
@@ -215,32 +215,31 @@ def test_a_failure_is_shown_when_another_rank_does_not_come_back(lost: None) -> 
 
 # --- the end of pytest ---
 
+
+def _tells_and_sleeps(path: str) -> None:
+    Path(path).write_text(str(os.getpid()))
+    time.sleep(600)
+
+
 _PARENT = """
-import os, signal, time
+import signal, sys
 from tests.support.ranks import run_ranks
+from tests.support.test_ranks import _tells_and_sleeps
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
-print(*run_ranks(1, os.getpid), flush=True)
-run_ranks(1, time.sleep, 600)
+for _ in range(2):
+    try:
+        run_ranks(1, _tells_and_sleeps, sys.argv[1])
+    except KeyboardInterrupt:
+        pass
 """
 
 
-def test_rank_processes_end_with_their_parent_whatever_they_do() -> None:
-    parents = {}
-    for ending in (signal.SIGINT, signal.SIGKILL):
-        parents[ending] = subprocess.Popen(
-            [sys.executable, "-c", _PARENT],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-    for ending, parent in parents.items():
-        with parent:
-            assert parent.stdout is not None
-            end = os.pidfd_open(int(parent.stdout.readline()))
+def test_rank_processes_end_with_their_call_or_their_parent(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with subprocess.Popen([sys.executable, "-c", _PARENT, str(pipe)], cwd=ROOT) as parent:
+        for ending in (signal.SIGINT, signal.SIGKILL):
+            end = os.pidfd_open(int(pipe.read_text()))
             parent.send_signal(ending)
-            assert parent.wait(20) == -ending
-        assert select.select([end], [], [], 10)[0], (
-            f"a rank process outlived a parent ended by {ending.name}"
-        )
-        os.close(end)
+            assert select.select([end], [], [], 10)[0], f"a rank process outlived {ending.name}"
+            os.close(end)

@@ -294,24 +294,6 @@ def test_a_command_and_its_function_have_the_same_arguments(
 # -- the program
 
 
-def test_help_lists_every_command_and_each_has_an_example_and_all_statuses(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
-    text = run("--help").stdout
-    assert run("--version") == (0, f"fsdp-compat {fsdp_compat.__version__}\n", "")
-    assert re.findall(r"\n    ([a-z]+) +[a-z]", text) == [*NAMES]
-    status = text[text.index("Exit status of all commands") :]
-    assert [line.split()[0] for line in status.splitlines() if re.match(r"  \d", line)] == [
-        *("0", "1", "2", "130", "141")
-    ]
-    for name in NAMES:
-        text = run(name, "--help").stdout
-        assert f" {name} " in text.partition("\n\n")[2] or name == "run"
-        assert text.endswith(status)
-        assert max(map(len, text.splitlines())) <= 100
-
-
 def test_without_the_extra_only_tables_are_refused_and_say_what_to_install(
     monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Path
 ) -> None:
@@ -366,7 +348,6 @@ def test_importing_loads_no_library_and_a_closed_pipe_is_141(model: Path) -> Non
 @pytest.mark.parametrize(
     ("arguments", "status", "text"),
     [
-        (["--help"], 141, ""),
         (["--version"], 1, "No space left on device"),
         (["inspect", "."], 130, "Interrupted."),
     ],
@@ -378,9 +359,7 @@ def test_outside_of_a_command_too_the_status_is_kept_and_no_traceback_is_shown(
     if status == 130:  # Ctrl-C while torch is imported
         (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
         environment["PYTHONPATH"] += f":{tmp_path}"
-    reading, writing = os.pipe()
-    os.close(reading)
-    with open("/dev/full" if status == 1 else writing, "w") as stdout:
+    with open("/dev/full", "w") as stdout:
         ran = subprocess.run(
             [sys.executable, "-m", "fsdp_compat", *arguments],
             stdout=None if status == 130 else stdout,
@@ -390,4 +369,4 @@ def test_outside_of_a_command_too_the_status_is_kept_and_no_traceback_is_shown(
             env=environment,
         )
     assert ran.returncode == status, ran.stderr
-    assert len(ran.stderr.splitlines()) == {141: 0, 1: 5, 130: 1}[status] and text in ran.stderr
+    assert len(ran.stderr.splitlines()) == {1: 5, 130: 1}[status] and text in ran.stderr

@@ -58,18 +58,17 @@ def test_checkpoints_of_every_kind_become_every_other_bit_for_bit(
     names = made["optimizer"]["param_groups"][0]["params"] if kind == "ddp" else None  # numbered
     out = tmp_path / "out"
     out.mkdir()
-    numbers = {"dcp": ranks % 4 + 1, "native": ranks % 3 + 2}
-    for name, holds_optimizer in FORMATS.items():
+    for name in ("torch", "native"):
         written = to(
             name,
             made["path"],
             out,
             shapes=place,
             optimizer_names=names,
-            world_size=numbers.get(name),
+            world_size=ranks % 3 + 2 if name == "native" else None,
             unit=r"blocks\.\d+\.|words\." if name == "native" else None,
         )
-        assert_reference(written, made, has_optimizer and holds_optimizer)
+        assert_reference(written, made, has_optimizer)
 
 
 def test_every_format_becomes_every_other(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def assert_converted(
 
 
 @given(grids(), st.integers(1, 3), dtypes)
-@settings(max_examples=at_most(30, of_all=150), deadline=None)
+@settings(max_examples=at_most(15, of_all=150), deadline=None)
 def test_values_come_from_boxes_of_any_cuts(
     grid: Grid, ranks: int, dtype: torch.dtype | None
 ) -> None:
@@ -64,7 +64,7 @@ def test_values_come_from_boxes_of_any_cuts(
 
 
 @given(grids(), st.data(), st.integers(1, 3), dtypes)
-@settings(max_examples=at_most(30, of_all=150), deadline=None)
+@settings(max_examples=at_most(15, of_all=150), deadline=None)
 def test_values_come_from_tensors_of_any_strides(
     grid: Grid, data: st.DataObject, ranks: int, dtype: torch.dtype | None
 ) -> None:

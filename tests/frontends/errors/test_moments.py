@@ -10,15 +10,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn, ones
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_compat import FullOptimStateDictConfig, FullStateDictConfig, ShardingStrategy
 from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat import ShardingStrategy
 from fsdp_compat.errors import StateError, UsageError
 from fsdp_compat.sharded_grad_scaler import ShardedGradScaler
 from fsdp_compat.wrap import CustomPolicy, enable_wrap, wrap
@@ -253,33 +252,6 @@ def test_exceptions_of_user_functions_propagate_unchanged() -> None:
 
 
 # -- allowed, although it looks odd
-
-
-@both_forms
-@on_ranks(2)
-def test_a_model_wrapped_without_gradients_trains(use_orig_params: bool) -> None:
-    for mode in (torch.no_grad, torch.inference_mode):
-        module = net()
-        with mode():
-            model = shard(module, use_orig_params=use_orig_params)
-        step(model)
-        assert not difference(model, 1)
-
-
-@pytest.mark.parametrize(("yes", "no"), [(1, None), (torch.tensor(True), numpy.False_)])
-@on_ranks(2)
-def test_flags_are_taken_by_their_truth_value(yes: Any, no: Any) -> None:
-    model = shard(use_orig_params=yes, sync_module_states=yes, allow_unused_units=no)
-    assert not any("_flat_param" in name for name, _ in model.named_parameters())
-    with FSDP.summon_full_params(model, recurse=yes, writeback=no, offload_to_cpu=no):
-        for p in model.parameters():
-            p.data.zero_()
-    step(model)
-    assert not difference(model, 1)
-    configs = FullStateDictConfig(no, yes), FullOptimStateDictConfig(no, rank0_only=yes)
-    with FSDP.state_dict_type(model, FULL, *configs):
-        assert bool(model.state_dict()) is (dist.get_rank() == 0)
-    assert not ShardedGradScaler("cpu", enabled=no).is_enabled()
 
 
 @both_forms

@@ -20,7 +20,7 @@ from fsdp_compat import ShardingStrategy, UsageError
 from fsdp_compat.sharded_grad_scaler import ShardedGradScaler
 from tests.support.messages import Messages
 from tests.support.models import Named, Stack, Tiny
-from tests.support.pairwise import pairwise
+from tests.support.pairwise import each_value
 from tests.support.parity import assert_close, both_forms, make_pair, square
 from tests.support.ranks import on_ranks
 from tests.support.same_host import MESSAGES
@@ -77,7 +77,7 @@ SPIKES = [INF, 0, NAN, INF, 0, 0, NAN]  # by step: in the gradients of one rank 
 SCALES = [512, 512, 256, 128, 128, 256, 128]  # after each step
 
 
-@pairwise
+@each_value
 @both_forms
 @pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
 @pytest.mark.parametrize("clip", [False, True])

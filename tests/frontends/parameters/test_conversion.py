@@ -3,7 +3,6 @@ raises afterwards."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import ShardingStrategy, StateError
 from fsdp_compat.wrap import ModuleWrapPolicy
-from tests.support.beside_torch import assert_as_torch, trained
 from tests.support.cases import about
 from tests.support.models import DIM, Block, Shifted, chain
 from tests.support.parity import Pair, assert_same_values, both_forms, seeded, vectors
@@ -68,24 +66,6 @@ def test_new_model_trains_in_the_dtype_it_is_converted_to(num_ranks: int) -> Non
             trains(plain, model, dtype)
 
 
-def _converts(library: Any, model: Any) -> None:
-    model.bfloat16()
-
-
-def _low_vectors(generator: torch.Generator) -> Tensor:
-    return vectors(generator).bfloat16()
-
-
-@both_forms
-@on_ranks(2)
-def test_training_after_a_conversion_is_bit_equal_to_torch(use_orig_params: bool) -> None:
-    """Dtypes that mixed precision sets take precedence over the dtype of the shards."""
-    low = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-    for precision in ({}, low, {"param_dtype": torch.float32}):
-        options = {"precision": precision, "use_orig_params": use_orig_params}
-        assert_as_torch(partial(trained, prepare=_converts, batch=_low_vectors, **options), options)
-
-
 @both_forms
 @on_ranks(2)
 def test_model_that_has_run_rejects_a_conversion_and_still_trains(use_orig_params: bool) -> None:
@@ -111,13 +91,3 @@ def test_conversion_on_one_rank_raises_on_all_ranks() -> None:
     model = wrapped()
     with pytest.raises(StateError, match="conversion"):
         model.half() if dist.get_rank() == 0 else model.state_dict()
-
-
-@both_forms
-@on_ranks(2)
-def test_a_converted_model_can_be_copied_and_wrapped_again(use_orig_params: bool) -> None:
-    inner = FSDP(seeded(NETWORK), use_orig_params=use_orig_params).double()
-    copied = copy.deepcopy(inner)
-    around = FSDP(nn.Sequential(inner, nn.Linear(3, 3).double()), use_orig_params=use_orig_params)
-    around(batch(torch.float64)).sum().backward()
-    trains(seeded(NETWORK).double(), copied, torch.float64)

@@ -21,7 +21,7 @@ from tests.support.cases import about
 from tests.support.fully_sharded import sharded_as
 from tests.support.messages import Messages
 from tests.support.models import DIM, GradientIs, Named, Record, chain
-from tests.support.pairwise import each_value, pairs
+from tests.support.pairwise import each_value, singles
 from tests.support.parity import (
     assert_close,
     backward,
@@ -213,7 +213,7 @@ def test_training_without_rounding_is_bit_equal_to_torch() -> None:
     ]
     # With NO_SHARD torch averages an average once more, and rounds once more.
     patterns = {"FULL_SHARD": "sas", "SHARD_GRAD_OP": "sas", "NO_SHARD": "sss"}
-    for strategy, precision, original in pairs(list(patterns), precisions, (False, True)):
+    for strategy, precision, original in singles(list(patterns), precisions, (False, True)):
         options = {"strategy": strategy, "precision": precision, "use_orig_params": original}
         assert_as_torch(partial(trained, pattern=patterns[strategy], **options), options)
 

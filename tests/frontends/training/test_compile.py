@@ -28,6 +28,7 @@ from tests.support.parity import (
     seeded,
 )
 from tests.support.ranks import on_ranks
+from tests.support.sampling import TEST_ALL
 
 pytestmark = pytest.mark.slow
 
@@ -103,7 +104,8 @@ def test_compiled_modules_train_as_unsharded(name: str) -> None:
     before, after, how, most_graphs = CASES[name]
     recompute = name == "blocks that recompute"
     build = partial(Stack, 2, partial(Recomputed, False) if recompute else Block)
-    backend = Backend("inductor" if before is _blocks_in_wrappers else "aot_eager")
+    # inductor takes half a minute
+    backend = Backend("inductor" if TEST_ALL and before is _blocks_in_wrappers else "aot_eager")
     options = {"backend": backend, "fullgraph": most_graphs == BLOCKS and not recompute}
     recomputed = [partial(_recomputes_units, reentrant) for reentrant in (True, False)]
     steps = itertools.cycle(recomputed if "are recomputed" in name else [one_backward])

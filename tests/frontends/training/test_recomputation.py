@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -17,7 +16,7 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
-from fsdp_compat import CPUOffload, MixedPrecision, ShardingStrategy
+from fsdp_compat import CPUOffload, ShardingStrategy
 from tests.support.cases import about
 from tests.support.models import (
     Block,
@@ -28,11 +27,10 @@ from tests.support.models import (
     RecomputesBlocks,
     Stack,
     made_of,
-    saves_everything,
     saves_products,
 )
-from tests.support.pairwise import each_value, pairwise
-from tests.support.parity import backward, both_forms, both_strategies, make_pair, square, train
+from tests.support.pairwise import each_value
+from tests.support.parity import backward, both_forms, both_strategies, square, train
 from tests.support.ranks import on_ranks
 
 
@@ -79,7 +77,7 @@ CASES: dict[str, Callable[[bool], tuple[Any, ...]]] = {  # reentrant -> argument
 }
 
 
-@pairwise
+@each_value
 @both_forms
 @both_strategies
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -123,7 +121,7 @@ def test_a_checkpoint_saves_what_its_policy_says(
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
-    for policy in (saves_products, saves_everything, saves_nothing):
+    for policy in (saves_products, saves_nothing):
         how = _selective(policy)
         # A recomputation ends before its last product, which backward does not need.
         for build, recomputed, around in (
@@ -139,35 +137,3 @@ def test_a_checkpoint_saves_what_its_policy_says(
 
 
 # -- mixed precision
-
-
-def _gradients_in_bf16(build: Any, around: dict[str, Any] | None, **options: Any) -> list[Tensor]:
-    precision = MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16)
-    pair = make_pair(build, mixed_precision=precision, **options)
-    losses = []
-    for x in pair.batches():
-        x.requires_grad_()
-        output = pair.model(x) if around is None else checkpoint(pair.model, x, **around)
-        losses.append(backward(output.float().pow(2).mean()))
-        assert x.grad is not None
-        losses.append(x.grad)
-    return [*losses, *(p.grad for p in pair.model.parameters() if p.grad is not None)]
-
-
-@each_value
-@both_forms
-@both_strategies
-@on_ranks(2)
-def test_a_recomputation_casts_its_inputs_as_the_forward_did(
-    strategy: ShardingStrategy, use_orig_params: bool
-) -> None:
-    options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
-    expected = _gradients_in_bf16(partial(Stack, 4), None, **options)
-    hows: list[tuple[bool, dict[str, Any]]] = [(True, {}), (False, {})]
-    for reentrant, how in (*hows, (False, _selective(saves_products))):
-        for build, around in (
-            (partial(RecomputesBlocks, Block, reentrant, **how), None),
-            (partial(Stack, 4), {"use_reentrant": reentrant, **how}),
-        ):
-            found = _gradients_in_bf16(build, around, **options)
-            assert len(found) == len(expected) and all(map(torch.equal, found, expected))

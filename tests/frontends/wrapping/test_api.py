@@ -13,7 +13,7 @@ import torch.distributed.fsdp as torch_fsdp
 from torch.distributed.fsdp import api as torch_api
 
 from fsdp_compat import OptimStateKeyType, api
-from fsdp_compat.errors import UsageError, explain, takes
+from fsdp_compat.errors import UsageError
 
 ENUMS = [name for name in torch_api.__all__ if issubclass(getattr(torch_api, name), enum.Enum)]
 DATACLASSES = [
@@ -110,44 +110,6 @@ def test_settings_of_torch_are_translated(theirs: Any, expected: type, ours: Any
     assert got == ours
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        (None, api.MixedPrecision),
-        (None, api.ShardingStrategy),
-        (api.ShardingStrategy.NO_SHARD, api.ShardingStrategy),
-        (api.FullStateDictConfig(), api.StateDictConfig),
-    ],
-)
-def test_none_and_own_objects_are_returned_unchanged(value: object, expected: type) -> None:
-    assert api.as_ours(value, expected, "argument") is value
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        (1, api.ShardingStrategy),
-        (torch_api.CPUOffload(), api.MixedPrecision),
-        (api.CPUOffload(), api.MixedPrecision),
-        (torch_api.BackwardPrefetch.BACKWARD_PRE, api.ShardingStrategy),
-        (torch_api.FullStateDictConfig(), api.OptimStateDictConfig),
-    ],
-)
-def test_a_wrong_type_raises_with_the_four_facts(value: object, expected: type) -> None:
-    with pytest.raises(UsageError) as error:
-        api.as_ours(value, expected, "the_argument")
-    facts = (f"{expected.__name__} of fsdp_compat or torch", repr(value), "argument 'the_argument'")
-    assert all(fact in str(error.value) for fact in (*facts, "to do:    pass "))
-
-
-def test_the_article_of_a_class_fits_its_name() -> None:
-    text = explain("A E.", expected="a Linear", got="a Embedding", where="a unit", fix="fix a E")
-    assert text == (
-        "An E.\n  expected: a Linear\n  got:      an Embedding\n"
-        "  where:    a unit\n  to do:    fix an E"
-    )
-
-
 def of_torch(cls: type) -> type:
     cls.__module__ = "torch.distributed.fsdp.api"
     return cls
@@ -171,9 +133,3 @@ def test_fields_missing_in_an_older_torch_have_our_default() -> None:
     )
     precision = api.as_ours(older(torch.float16), api.MixedPrecision, "mixed_precision")
     assert precision == api.MixedPrecision(param_dtype=torch.float16)
-
-
-def test_a_function_without_a_signature_accepts_any_arguments() -> None:
-    assert takes(max, 2)  # a builtin without a signature
-    assert takes(lambda state, grad: None, 2)
-    assert not takes(lambda state: None, 2)

@@ -30,7 +30,7 @@ from fsdp_compat.errors import FsdpCompatError
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.cases import about
 from tests.support.models import DIM, Block, Fragile, Inner, Odd, Outer, Stack, Tied, chain
-from tests.support.pairwise import each_value, pairwise
+from tests.support.pairwise import each_value
 from tests.support.parity import (
     Pair,
     assert_close,
@@ -209,7 +209,7 @@ def test_a_copy_equals_the_original_and_trains_on_its_own(
     assert_copied(pair, way)
 
 
-@pairwise
+@each_value
 @pytest.mark.parametrize("way", TWO_WAYS)
 @pytest.mark.parametrize(
     ("num_ranks", "setting"), [(4 if name == "two axes" else 2, name) for name in SETTINGS]

@@ -61,17 +61,6 @@ def test_whole_parameters_are_let_go_unit_by_unit() -> None:
 
 @both_forms
 @on_ranks(2)
-def test_a_wrapped_module_can_be_printed(use_orig_params: bool) -> None:
-    model = FSDP(network(), auto_wrap_policy=LINEARS, use_orig_params=use_orig_params)
-    names = [name for name, _ in model.named_parameters()]
-    for line in repr(network()).splitlines()[1:-1]:
-        assert line.partition("): ")[2] in repr(model)
-    assert names == [name for name, _ in model.named_parameters()]
-    assert torch.equal(model(torch.ones(2, 8)), network()(torch.ones(2, 8)))
-
-
-@both_forms
-@on_ranks(2)
 def test_parameters_between_steps_are_flat(use_orig_params: bool) -> None:
     """Original parameters are flat parts, with names as before."""
     pair = make_pair(Stack, use_orig_params=use_orig_params)

@@ -146,22 +146,6 @@ def test_mixed_precision_makes_units_of_its_ignored_classes() -> None:
         assert {name: unit.mixed_precision for name, unit in units.items()} == expected
 
 
-def test_size_policy_defaults_are_attributes_of_the_function(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    excluded, leaves = by_size.EXCLUDE_WRAP_MODULES, by_size.FORCE_LEAF_MODULES
-    assert (excluded, leaves) == ({nn.ModuleList, nn.ModuleDict}, {nn.MultiheadAttention})
-
-    def answers() -> list[bool]:
-        modules = (nn.ModuleList(), nn.Bilinear(1, 1, 1))
-        return [by_size(m, recurse, 10**9) for m in modules for recurse in (True, False)]
-
-    assert answers() == [True, False, True, True]
-    monkeypatch.setattr(by_size, "EXCLUDE_WRAP_MODULES", {nn.Bilinear})
-    monkeypatch.setattr(by_size, "FORCE_LEAF_MODULES", {nn.ModuleList})
-    assert answers() == [False, True, True, False]
-
-
 # The same as with torch.
 
 CLASSES = (Block, nn.Sequential, nn.Linear, nn.LayerNorm, nn.ReLU)
@@ -339,13 +323,6 @@ def test_recursive_wrap_wraps_the_modules_that_torch_wraps(
         units = [module for module in wrapped.modules() if isinstance(module, Recorder)]
         assert units and all(unit.kwargs == {"device_id": 3} for unit in units)
     assert results[0] == results[1]
-
-
-def test_recursive_wrap_refuses_wrapped_modules() -> None:
-    root = nn.Sequential(nn.Sequential(Recorder(nn.Linear(2, 2))))
-    with pytest.raises(UsageError, match=r"submodule '0\.0'"):
-        our_wrap._recursive_wrap(root, always, Recorder, set(), set())
-    our_wrap._recursive_wrap(root, always, Recorder, {root[0][0]}, set())
 
 
 @pytest.mark.parametrize("policy", [by_class({Block}), custom(is_a(Block)), layers_of(Block)])
