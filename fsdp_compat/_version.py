@@ -1,3 +1,3 @@
 """The version of the package, which setup.cfg and the manifests of checkpoints read."""
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
