@@ -267,7 +267,13 @@ def test_ddp_and_sharded_code_compute_the_same(
 
 # --- the pages in examples/ -----------------------------------------------------------------------
 
-PAGES = ["README.md", "CHECKPOINTS.md", "FORMAT.md", "MIGRATING.md", "TROUBLESHOOTING.md"]  # with recipes
+PAGES = [
+    "README.md",
+    "CHECKPOINTS.md",
+    "FORMAT.md",
+    "MIGRATING.md",
+    "TROUBLESHOOTING.md",
+]  # with recipes
 START = blocks("examples/README.md", "python")[0]
 ALONE = blocks("examples/README.md", "python", "Will it fit?")  # README.md plans the second
 ELSEWHERE = [  # tests/clients/test_recipes.py runs it
