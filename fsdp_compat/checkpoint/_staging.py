@@ -3,7 +3,6 @@ faults, and pinned memory a call of the driver."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 
 import torch
@@ -40,12 +39,3 @@ def stage(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Callable
             event.synchronize()
 
     return copies, wait
-
-
-def _forget() -> None:
-    """Leave the parent's memory to it: a forked process would copy its pages."""
-    global _kept
-    _kept = torch.empty(0, dtype=torch.uint8)
-
-
-os.register_at_fork(after_in_child=_forget)
