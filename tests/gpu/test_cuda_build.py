@@ -1,5 +1,5 @@
 """Training with NCCL on several devices of the CUDA build of torch: losses, races, waits of the
-host, and communication beside computation, next to torch's FSDP1 and FSDP2."""
+host, next to torch's FSDP1 and FSDP2."""
 
 from __future__ import annotations
 
@@ -264,70 +264,6 @@ def test_training(case: Case, tmp_path: Path) -> None:
     ranks = 4 if case.strategy == "HYBRID_SHARD" else 2
     waits, fewest = on_nccl(ranks, check, case, str(tmp_path / "store"))[0]
     assert waits <= fewest or (case == WAITS_MORE and waits == fewest + NUM_STEPS - WARM_UP)
-
-
-# -- communication beside computation, by the virtual clock
-
-
-class SlowProduct(torch.autograd.Function):
-    """A matrix product that takes ``ms`` in forward and twice as long in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, ms: int) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.ms = ms
-        torch.cuda._sleep(ms * 1_000_000)
-        return x @ weight
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        torch.cuda._sleep(2 * ctx.ms * 1_000_000)
-        return grad @ weight.T, x.T @ grad, None
-
-
-class Slow(nn.Module):
-    def __init__(self, ms: int) -> None:
-        super().__init__()
-        self.weight, self.ms = nn.Parameter(torch.randn(8, 8)), ms
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return SlowProduct.apply(x, self.weight, self.ms).relu()
-
-
-def steps_ms(library: Any, front_end: str, layers: int, ms: int) -> float:
-    """Return the time of five steps. Collective."""
-    device = own_device()
-    model = nn.Sequential(*(Slow(ms) for _ in range(layers))).to(device)
-    model = sharded(model, front_end, units=(Slow,), device_id=device, library=library)
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for step in range(8):
-        if step == 3:
-            torch.cuda.synchronize()
-            begin.record()
-        model(torch.ones(2, 8, device=device)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end)
-
-
-def check_overlap(front_end: str, layers: int, ms: int) -> None:
-    fakecuda.set_collective_ms(10)
-    try:
-        ours = steps_ms(fsdp_compat, front_end, layers, ms)
-        theirs = [steps_ms(torch_fsdp, each, layers, ms) for each in BOTH]
-    finally:
-        fakecuda.set_collective_ms(0)
-    assert 5 * 3 * ms * layers <= ours <= min(theirs), theirs
-
-
-@pytest.mark.parametrize(("layers", "ms"), [(6, 3), (6, 9), (3, 25)])
-@pytest.mark.parametrize("front_end", BOTH)
-def test_communication_is_hidden_as_well_as_in_torch(front_end: str, layers: int, ms: int) -> None:
-    on_nccl(2, check_overlap, front_end, layers, ms)
 
 
 # -- what the recorder finds

@@ -16,9 +16,7 @@ from tests.support.order import (
     Free,
     Happening,
     Op,
-    Record,
     StreamSync,
-    Wait,
 )
 from tests.support.parity import assert_close
 from tests.support.ranks import on_ranks
@@ -101,27 +99,6 @@ def test_the_bytes_of_views(emulated_device: str) -> None:
     assert whole.writes == ((start + 24, start + 72),)
     assert strided.writes == tuple((start + 24 * i, start + 24 * i + 8) for i in range(4))
     assert strided.place[0].endswith("test_the_bytes_of_views") and __file__ in strided.place[0]
-
-
-@on_the_device
-def test_streams_of_forward_and_backward(emulated_device: str) -> None:
-    x, stream = new(4, 4).requires_grad_(), torch.Stream(emulated.NAME)
-    main = torch.accelerator.current_stream()
-    assert stream.stream_id != main.stream_id
-    with emulated.watching() as recording:
-        stream.wait_stream(main)
-        with stream:
-            y = x.exp()
-        main.wait_stream(stream)
-        y.sum().backward()  # in a thread of autograd's
-    first, wait, *_ = recording.happenings
-    assert isinstance(first, Record) and first.stream == main.stream_id
-    assert wait == Wait(first.event, stream.stream_id)
-    found = {(op.name, op.stream) for op in ops(recording)}
-    assert {("aten::exp", stream.stream_id), ("aten::sum", main.stream_id)} <= found
-    (backward,) = [op for op in ops(recording) if op.name == "aten::mul"]
-    assert backward.stream == stream.stream_id and backward.place == ("in backward: ExpBackward0",)
-    assert recording.unordered() == []
 
 
 @on_the_device

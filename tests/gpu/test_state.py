@@ -5,7 +5,7 @@ they run on two ranks with NCCL, on another device on one rank, as far as one ra
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.utils.checkpoint import checkpoint as checkpoint_of
 
 import fsdp_compat
 from fsdp_compat import BackwardPrefetch, MixedPrecision, StateDictType, checkpoint
@@ -29,7 +28,7 @@ from tests.support import emulated, fakecuda
 from tests.support.devices import in_order, on_nccl, own_device, run_on
 from tests.support.fully_sharded import shard_all
 from tests.support.models import DIM, Block, Stack
-from tests.support.parity import no_sync, seeded, square
+from tests.support.parity import seeded, square
 from tests.support.twin import FLAT, FULLY_SHARD, ORIGINAL, sharded
 
 pytestmark = pytest.mark.gpu
@@ -336,82 +335,6 @@ def check_tensor_parallel() -> None:
 @with_nccl
 def test_tensor_parallel_parameters_train_as_with_torch() -> None:
     on_nccl(4, check_tensor_parallel)
-
-
-# -- ranks that use different units
-
-
-class Experts(nn.Module):
-    """A layer of every rank, around those that some ranks use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-
-    def forward(self, x: torch.Tensor, used: Sequence[int], how: str) -> torch.Tensor:
-        x = self.first(x)
-        for index in used:
-            block = self.blocks[index]
-            if how in ("reentrant", "recomputed"):
-                x = checkpoint_of(block, x, use_reentrant=how == "reentrant")
-            else:
-                x = block(x)
-        return self.last(x)
-
-
-# Of the first rank and of the second, in two steps; none uses block 2 in the first
-USED = [((0, 1, 3), (1,)), ((0, 1, 2, 3), (0, 3))]
-TWISTED = [((3, 1), (0, 1)), ((1, 0), (2, 0, 3))]
-HOW = {
-    **{how: USED for how in ("plain", "reentrant", "recomputed", "two forwards", "accumulated")},
-    "out of order": TWISTED,
-}
-
-
-def losses_of_experts(
-    model: Any, how: str, ranks: Sequence[int], place: torch.device
-) -> list[float]:
-    """Return the mean losses of the ranks in steps of a model that trains on their data."""
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    losses = []
-    for number, of_ranks in enumerate([*HOW[how], *HOW[how]]):
-        total = torch.zeros((), device=place)
-        for rank in ranks:
-            x = torch.randn(3, DIM, generator=torch.Generator().manual_seed(10 * number + rank))
-            x, used = x.to(place), of_ranks[rank]
-            loss = model(x, used, how).square().mean() / len(ranks)
-            if how == "two forwards":  # the second rank leaves out a block in one
-                loss = loss + model(x, used[rank:], how).square().mean() / len(ranks)
-            elif how == "accumulated":
-                with no_sync(model):
-                    loss.backward()
-                loss = model(x, of_ranks[0], how).square().mean() / len(ranks)
-            loss.backward()
-            total += loss.detach()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total)
-    return [loss.item() for loss in losses]
-
-
-def check_experts(front_end: str, how: str) -> None:
-    device = own_device()
-    with in_order():
-        options: dict[str, Any] = {"units": (Block,), "device_id": device}
-        model = sharded(seeded(Experts), front_end, allow_unused_units=True, **options)
-        own = losses_of_experts(model, how, [dist.get_rank()], device)
-    averages = torch.tensor(own)
-    dist.all_reduce(averages)
-    plain = losses_of_experts(seeded(Experts), how, [0, 1], torch.device("cpu"))
-    assert averages.div(2).tolist() == pytest.approx(plain, rel=1e-5)
-
-
-@with_nccl
-@both_front_ends
-@pytest.mark.parametrize("how", list(HOW))
-def test_ranks_that_use_different_units(front_end: str, how: str) -> None:
-    on_nccl(2, check_experts, front_end, how)
 
 
 # -- mistakes
