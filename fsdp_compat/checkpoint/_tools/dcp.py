@@ -7,6 +7,8 @@ file in memory, and needs one process per rank."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 import os
 import pickle
@@ -24,8 +26,25 @@ from ..._torch_private import place_in_file
 from ...errors import CheckpointError, UsageError
 from .._blocks import damaged, new_file, sync_directory
 from .._header import TensorInfo, is_quantized, read_header
-from .._texts import brief, count_in, found_in, parse_json, read_text, shape_in, text_in
-from .archive import Archive, NotRead, StoredPiece, StoredTensor, coverage_problem, whole_box
+from .._texts import (
+    brief,
+    count_in,
+    found_in,
+    identity_of,
+    open_file,
+    shape_in,
+    text_in,
+)
+from .archive import (
+    Archive,
+    Chunk,
+    NotRead,
+    Span,
+    StoredPiece,
+    StoredTensor,
+    coverage_problem,
+    whole_box,
+)
 from .paths import member
 from .pickles import Record
 from .reader import SLAB_NBYTES, Files, read_all, read_box
@@ -39,8 +58,6 @@ from .writers import WriteOptions, dtype_to_write
 KIND = "torch.distributed.checkpoint"
 _OF_RANK = re.compile(r"__(\d{1,9})\.metadata")
 _FILE_OF_RANK = re.compile(r"__(\d{1,9})_\d+\.distcp")
-_SHARD = re.compile(r"shard-(\d{5})-model-\d{5}-of-\d{5}\.safetensors")  # from 1 on
-_SHARDING = "DCP_SHARDING_INFO"
 _MAX_BYTES = 100_000_000  # of pickled values, together
 _MAX_GAPS = 100_000  # in lists, together
 
@@ -48,7 +65,7 @@ _Keys = tuple[str | int, ...]
 
 
 class _FileRange(NamedTuple):
-    """A range of bytes in a file of the directory. ``file`` is not checked yet."""
+    """A range of bytes in a file of the directory, neither of which is checked yet."""
 
     file: str
     start: int
@@ -76,18 +93,6 @@ def read_dcp(path: Path) -> Archive:
     return archive_of(path, KIND, *tree_of(path))
 
 
-def is_sharded_safetensors(path: Path) -> bool:
-    """Return whether a directory was written by HuggingFaceStorageWriter with save_distributed."""
-    return path.is_dir() and any(map(_SHARD.fullmatch, os.listdir(path)))
-
-
-def read_sharded_safetensors(path: Path) -> Archive:
-    """Return the content. A missing last file may go unnoticed: shapes follow from parts."""
-    names = sorted(filter(_SHARD.fullmatch, os.listdir(path)))
-    entries = itertools.chain.from_iterable(_parts_in(member(path, name)) for name in names)
-    return archive_of(path, "sharded safetensors", *_tree(path, entries))
-
-
 def tree_of(path: Path) -> tuple[dict[Any, Any], int | None, list[str]]:
     """Return the nested state dict, the number of ranks if known, and what could not be read."""
     metadata = _metadata_files(path)
@@ -110,7 +115,7 @@ def _tree(path: Path, found: Iterable[_Entry]) -> tuple[dict[Any, Any], int | No
         directory = _Directory(path, files)
         values = [(entry.keys, directory.value_of(entry)) for entry in entries.values()]
     places = [place for entry in entries.values() for place in entry.places.values()]
-    if len({*places}) < sum(place.nbytes > 0 for place in places):
+    if len({*places}) < len(places):
         raise damaged_dcp(path, "two values at one place in the files")
     tree = _nested([(keys, value) for keys, value in values if value is not LEFT_OUT], path)
     return tree, directory.world_size(), directory.left_out
@@ -134,7 +139,9 @@ def _metadata_files(path: Path) -> list[Path]:
 def _entries_of(path: Path) -> Iterator[_Entry]:
     """Yield the entries that one metadata file describes. Raises CheckpointError and OSError."""
     try:
-        found = unpickle(read_text(path), path)
+        with open(open_file(path), "rb") as file:
+            content = file.read()
+        found = unpickle(content, path, max_nbytes=len(content))
         if not found.name.endswith(".Metadata"):
             raise ValueError(f"a {found.name}")
         places = {}
@@ -187,38 +194,51 @@ def _entry(name: str, facts: Record, keys: _Keys, places: dict[Any, _FileRange])
     return _Entry(name, keys, dtype, shape, found)
 
 
-def _parts_in(path: Path) -> Iterator[_Entry]:
-    """Yield the parts of tensors in one safetensors file, with the shapes that they need."""
-    header, metadata = read_header(path)
-    try:
-        places = parse_json(metadata.get(_SHARDING, "{}").encode())
-        for name, info in header.items():
-            box = Box(shape_in(places[name]["saved_offsets"]), info.shape)
-            ends = tuple(at + size for at, size in zip(box.offsets, box.sizes, strict=True))
-            found = {box: _FileRange(path.name, 0, 0)} if box.numel else {}
-            yield _Entry(name, (name,), info.dtype, ends, found)
-    except (ValueError, TypeError, LookupError) as error:
-        raise damaged_dcp(path, brief(error)) from error
-
-
 # -- chunks
 
 
 def _rank_of(name: str) -> int | None:
     """Return the rank that wrote a file, if its name says so."""
-    if match := _SHARD.fullmatch(name):
-        return int(match[1]) - 1
-    return int(match[1]) if (match := _FILE_OF_RANK.fullmatch(name)) else None
+    match = _FILE_OF_RANK.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 class _File(NamedTuple):
     path: Path
+    rank: int | None  # that wrote it, if its name says so
+    identity: tuple[int, ...]
     nbytes: int
     header: dict[str, TensorInfo] | None  # None: of torch.save, not of safetensors
 
 
+def _span_in(
+    file: _File, place: _FileRange, name: str, dtype: torch.dtype, shape: tuple[int, ...]
+) -> Span:
+    """Return where the elements of a chunk lie. Raises CheckpointError for anything else; OSError.
+    It is the file that the directory had when it was read, or reading the elements raises."""
+    found: Any = None
+    if file.header is not None:
+        if info := file.header.get(name):
+            found = of_info(info, file.path)
+    else:
+        with open(open_file(file.path), "rb") as opened:
+            descriptor = opened.fileno()
+            if os.pread(descriptor, len(ZIP), place.start) == ZIP:
+                found = read_torch_range(descriptor, file.path, place.start, place.nbytes)
+    is_tensor = isinstance(found, StoredTensor)
+    if not is_tensor or (found.dtype, found.shape) != (dtype, shape):
+        text = f"{found.dtype} of shape {list(found.shape)}" if is_tensor else "not a tensor"
+        raise damaged_dcp(
+            file.path,
+            f"at byte {place.start} of {file.path.name} {text} instead of {dtype} of shape "
+            f"{list(shape)}, which the metadata give for a chunk of {name!r}",
+        )
+    span: Span = found.pieces[0].source
+    return dataclasses.replace(span, file=file.identity)
+
+
 class _Directory:
-    """The files of one checkpoint."""
+    """The files of one checkpoint. Chunks of tensors are opened when they are needed."""
 
     def __init__(self, path: Path, files: Files) -> None:
         self._path, self._files = path, files
@@ -227,15 +247,14 @@ class _Directory:
         self.left_out: list[str] = []
 
     def value_of(self, entry: _Entry) -> Any:
-        if entry.dtype is None:
-            (place,) = entry.places.values()
-            return self._plain_value(entry.name, place)
-        pieces = [self._piece(entry, box, place) for box, place in entry.places.items()]
-        problem = coverage_problem(entry.shape, [piece.box for piece in pieces])
-        if problem is not None:
-            got = f"{entry.name!r}, of shape {list(entry.shape)}: {problem}"
+        name, _, dtype, shape, places = entry
+        if dtype is None:
+            return self._plain_value(name, *places.values())
+        if problem := coverage_problem(shape, [*places]):
+            got = f"{name!r}, of shape {list(shape)}: {problem}"
             raise damaged_dcp(self._path, got)
-        return StoredTensor(entry.name, entry.dtype, entry.shape, tuple(pieces))
+        pieces = (self._piece(name, dtype, box, place) for box, place in places.items())
+        return StoredTensor(name, dtype, shape, tuple(pieces))
 
     def _plain_value(self, name: str, place: _FileRange) -> Any:
         path = self._file(place).path
@@ -249,26 +268,11 @@ class _Directory:
             self.left_out.append(f"{name}: {found_in(error)}")
             return LEFT_OUT
 
-    def _piece(self, entry: _Entry, box: Box, place: _FileRange) -> StoredPiece:
+    def _piece(self, name: str, dtype: torch.dtype, box: Box, place: _FileRange) -> StoredPiece:
         file = self._file(place)
-        found: Any = None
-        if file.header is not None:
-            if entry.name in file.header:
-                found = of_info(file.header[entry.name], file.path)
-        else:
-            with self._files.descriptor(file.path) as descriptor:
-                if os.pread(descriptor, len(ZIP), place.start) == ZIP:
-                    found = read_torch_range(descriptor, file.path, place.start, place.nbytes)
-        is_tensor = isinstance(found, StoredTensor)
-        if not is_tensor or (found.dtype, found.shape) != (entry.dtype, box.sizes):
-            text = f"{found.dtype} of shape {list(found.shape)}" if is_tensor else "not a tensor"
-            raise damaged_dcp(
-                file.path,
-                f"at byte {place.start} {text} instead of {entry.dtype} of shape "
-                f"{list(box.sizes)}, which the metadata give for a chunk of {entry.name!r}",
-            )
-        (piece,) = found.pieces
-        return StoredPiece(box, piece.source, _rank_of(file.path.name))
+        span = functools.partial(_span_in, file, place, name, dtype, box.sizes)
+        chunk = Chunk(file.path, place.start, place.nbytes, span)
+        return StoredPiece(box, chunk if file.header is None else span(), file.rank)
 
     def _file(self, place: _FileRange) -> _File:
         """Return the file of a place; its name, its existence and the range are checked."""
@@ -276,12 +280,12 @@ class _Directory:
             path = member(self._path, place.file)
             try:
                 with self._files.descriptor(path) as descriptor:
-                    nbytes = os.fstat(descriptor).st_size
+                    identity, nbytes = identity_of(descriptor), os.fstat(descriptor).st_size
                     is_header = os.pread(descriptor, 1, 8) == b"{"
             except (FileNotFoundError, NotADirectoryError) as error:
                 raise damaged_dcp(path, "no such file, although the metadata name it") from error
             header = read_header(path)[0] if is_header else None
-            self._found[place.file] = _File(path, nbytes, header)
+            self._found[place.file] = _File(path, _rank_of(path.name), identity, nbytes, header)
         file = self._found[place.file]
         if place.start + place.nbytes > file.nbytes:
             raise damaged_dcp(

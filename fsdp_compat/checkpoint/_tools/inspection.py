@@ -36,7 +36,7 @@ class Facts:
     def as_json(self) -> dict[str, Any]:
         """Return the same for ``json.dumps``: dtypes, paths and not finite numbers are texts."""
         fields: Any = self
-        names = [field.name for field in dataclasses.fields(fields)]
+        names = [each.name for each in dataclasses.fields(fields) if each.name[0] != "_"]
         found = {name: getattr(self, name) for name in (*names, *self.also_in_json)}
         return {name: _plain(item() if callable(item) else item) for name, item in found.items()}
 
@@ -64,8 +64,16 @@ class Part(Facts):
     nbytes: int
     rank: int | None  # that wrote it; None if the files do not say so
     file: str | None  # relative to the checkpoint; None: the value is in the checkpoint's metadata
-    start: int | None  # its first byte in the file
-    is_copy: bool = False  # another part holds the same elements
+    is_copy: bool  # another part holds the same elements
+    _piece: StoredPiece = dataclasses.field(repr=False, compare=False)
+    also_in_json = ("start",)
+
+    @property
+    def start(self) -> int | None:
+        """Return its first byte in the file. Of torch.distributed.checkpoint this reads a header,
+        and raises CheckpointError or OSError if it cannot."""
+        source = self._piece.source
+        return source.start if isinstance(source, Span) else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,17 +237,15 @@ def _statistics(tensors: Sequence[StoredTensor], progress: bool) -> list[_Number
 
 
 def _facts(path: str, tensor: StoredTensor, directory: Path, numbers: _Numbers) -> TensorFacts:
-    parts = [_part(piece, False, tensor.dtype, directory) for piece in tensor.pieces]
-    parts += [_part(piece, True, tensor.dtype, directory) for piece in tensor.copies]
+    parts = [_part(each, False, tensor.dtype, directory) for each in tensor.pieces]
+    parts += [_part(each, True, tensor.dtype, directory) for each in tensor.copies]
     return TensorFacts(path, tensor.dtype, tensor.shape, tensor.nbytes, tuple(parts), *numbers)
 
 
 def _part(piece: StoredPiece, is_copy: bool, dtype: torch.dtype, directory: Path) -> Part:
-    file = start = None
-    if isinstance(piece.source, Span):
-        file, start = relative_name(piece.source.path, directory), piece.source.start
-    box, nbytes = piece.box, piece.box.numel * dtype.itemsize
-    return Part(box.offsets, box.sizes, nbytes, piece.holder, file, start, is_copy)
+    box, file = piece.box, None if piece.path is None else relative_name(piece.path, directory)
+    nbytes = box.numel * dtype.itemsize
+    return Part(box.offsets, box.sizes, nbytes, piece.holder, file, is_copy, piece)
 
 
 def modules_of(tensors: Iterable[TensorFacts]) -> dict[str, list[TensorFacts]]:

@@ -16,11 +16,16 @@ from .._manifest import MANIFEST, file_name, read_manifest
 from .._texts import open_file
 from .archive import Archive, NotRead, Unrecognised, coverage_problem
 from .client_directories import read_client_directory, tensors_of_index
-from .dcp import is_dcp, is_sharded_safetensors, read_dcp, read_sharded_safetensors
+from .dcp import is_dcp, read_dcp
 from .native import native_in, read_native
 from .paths import require_inside
 from .rank_files import TORCH_SUFFIXES, rank_groups, read_rank_files
-from .safetensors_files import INDEX, read_safetensors
+from .safetensors_files import (
+    INDEX,
+    is_sharded_safetensors,
+    read_safetensors,
+    read_sharded_safetensors,
+)
 from .shapes import Shapes, shapes_from_callable, shapes_of_archive
 from .sharded_records import RankPart
 from .torch_save import read_torch_file

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -16,11 +17,12 @@ from ..._comm.host_memory import memory_of
 from ..._layout.box import Box
 from ..._layout.spec import row_major_strides
 from ...errors import CheckpointError, UsageError
+from .._blocks import damaged
 from .._header import METADATA, TensorInfo, encode_header, is_known, read_header
 from .._publishing import write_text
-from .._texts import brief, parse_json, parsed, read_text, text_in
-from .archive import Archive, Span, StoredPiece, StoredTensor, whole_box
-from .paths import require_inside
+from .._texts import brief, parse_json, parsed, read_text, shape_in, text_in
+from .archive import Archive, Span, StoredPiece, StoredTensor, coverage_problem, whole_box
+from .paths import member, require_inside
 from .reader import Files
 from .threads import for_each
 from .tree import archive_of
@@ -28,12 +30,17 @@ from .writers import Elements, WriteOptions, dtype_to_write
 
 INDEX = "model.safetensors.index.json"
 ONE_FILE = "model.safetensors"
+_SHARD = re.compile(r"shard-(\d{5})-model-\d{5}-of-\d{5}\.safetensors")  # ranks from 1 on
+_SHARDING = "DCP_SHARDING_INFO"
+
+
+def span_of(info: TensorInfo, path: Path) -> Span:
+    return Span(path, info.start, row_major_strides(info.shape), file=info.file)
 
 
 def of_info(info: TensorInfo, path: Path) -> StoredTensor:
     """Return a tensor of a safetensors file."""
-    span = Span(path, info.start, row_major_strides(info.shape), file=info.file)
-    pieces = (StoredPiece(whole_box(info.shape), span),)
+    pieces = (StoredPiece(whole_box(info.shape), span_of(info, path)),)
     return StoredTensor(info.name, info.dtype, info.shape, pieces)
 
 
@@ -110,6 +117,46 @@ def weight_map(index: Path) -> dict[str, str]:
             fix="copy it again, or remove it and pass the directory to read all its files",
         ) from error
     return dict(found)
+
+
+# -- reading parts of tensors
+
+
+def is_sharded_safetensors(path: Path) -> bool:
+    """Return whether a directory was written by HuggingFaceStorageWriter with save_distributed."""
+    return path.is_dir() and any(map(_SHARD.fullmatch, os.listdir(path)))
+
+
+def read_sharded_safetensors(path: Path) -> Archive:
+    """Return the content. A missing last file may go unnoticed: shapes follow from parts."""
+    files = sorted(filter(None, map(_SHARD.fullmatch, os.listdir(path))), key=lambda each: each[0])
+    parts: dict[str, dict[Box, StoredPiece]] = {}
+    infos: dict[str, TensorInfo] = {}
+    for file in files:
+        header, metadata = read_header(member(path, file[0]))
+        try:
+            offsets = parse_json(metadata.get(_SHARDING, "{}").encode())
+            for name, info in header.items():
+                box = Box(shape_in(offsets[name]["saved_offsets"]), info.shape)
+                first = infos.setdefault(name, info)
+                dims = {len(first.shape), len(box.sizes), len(box.offsets)}
+                if info.dtype != first.dtype or len(dims) > 1:
+                    raise ValueError(f"{name!r}: {first.dtype}, and {box} of {info.dtype}")
+                piece = StoredPiece(box, span_of(info, path / file[0]), int(file[1]) - 1)
+                parts.setdefault(name, {})[box] = piece
+        except (ValueError, TypeError, LookupError) as error:
+            raise damaged(
+                path / file[0], "parts of tensors, with their offsets", brief(error)
+            ) from error
+    tree = {}
+    for name, pieces in parts.items():
+        ends = (map(int.__add__, box.offsets, box.sizes) for box in pieces)
+        shape = tuple(map(max, zip(*ends, strict=True)))
+        held = tuple(piece for box, piece in pieces.items() if box.numel)
+        if problem := coverage_problem(shape, [piece.box for piece in held]):
+            raise damaged(path, f"every element of {name!r}, of shape {list(shape)}", problem)
+        tree[name] = StoredTensor(name, infos[name].dtype, shape, held)
+    return archive_of(path, "sharded safetensors", tree, int(files[-1][1]))
 
 
 # -- writing

@@ -142,21 +142,27 @@ class _Verifier:
         self._archive, self._values, self._finite = archive, values, finite
         # Each block and record is compared once, apart from the tensors that lie in it.
         self._blocks, self._files = Files(archive.checksums), Files(compares_records=False)
-        self._tensors = list(archive.all_tensors())
-        self._spans = [
-            (path, piece.source)
-            for path, tensor in self._tensors
-            for piece in (*tensor.pieces, *tensor.copies)
-            if isinstance(piece.source, Span) and piece.box.numel
-        ]
+        self._tensors: list[tuple[str, StoredTensor]] = []
+        self._spans: list[tuple[str, Span]] = []
         self._records: dict[Any, list[str]] = {}  # with a checksum: the tensors in each
-        for path, span in self._spans:
-            if span.checksum is not None:
-                self._records.setdefault((span.path, span.checksum), []).append(path)
+        self._closed: list[Problem] = []  # of tensors with a chunk that cannot be opened
+        for path, tensor in archive.all_tensors():
+            pieces = [piece for piece in (*tensor.pieces, *tensor.copies) if piece.box.numel]
+            try:
+                sources = [piece.source for piece in pieces]
+            except (CheckpointError, OSError) as error:
+                self._closed.append(Problem("file", path, _line(error)))
+                continue
+            self._tensors.append((path, tensor))
+            spans = [source for source in sources if isinstance(source, Span)]
+            self._spans += [(path, span) for span in spans]
+            for span in spans:
+                if span.checksum is not None:
+                    self._records.setdefault((span.path, span.checksum), []).append(path)
 
     def run(self, progress: bool) -> Verification:
         archive, checksums = self._archive, self._archive.checksums
-        problems = list(self._of_files())
+        problems = [*self._of_files(), *self._closed]
         problems += [
             Problem("optimizer", name, "no parameter of the model has this name")
             for name in archive.strange_states
