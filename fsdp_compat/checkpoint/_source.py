@@ -29,12 +29,12 @@ from ._tools.archive import (
     is_user,
     whole_box,
 )
+from ._tools.flat_files import Shapes
 from ._tools.native import EXTRA, EXTRA_STATE, NativeCheckpoint
 from ._tools.optimizer_tree import name_optimizer
 from ._tools.rank_merge import sample
 from ._tools.reader import Files, Read, read_all, reads_of
 from ._tools.recognition import open_archive
-from ._tools.shapes import Shapes
 from ._tools.tree import without_ddp
 from ._tools.walk import leaves, map_values
 

@@ -18,7 +18,7 @@ Readers and writers, by format:
 
 - native: ``native``; safetensors: ``safetensors_files``; torch.save: ``torch_save``, on ``pickles``
 - one file per rank: ``rank_files``, ``rank_merge``, ``sharded_records``; flat parameters of FSDP1:
-  ``flat_files``, ``shapes``
+  ``flat_files``
 - torch.distributed.checkpoint: ``dcp``; directories of Accelerate, Lightning and others:
   ``client_directories``
 

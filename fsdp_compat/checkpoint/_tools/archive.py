@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -170,12 +170,22 @@ class StoredTensor:
         return self.numel * self.dtype.itemsize
 
 
+class Content(NamedTuple):
+    """What files hold, before it is divided into sections, see `tree`."""
+
+    path: Path
+    kind: str  # for people: "safetensors", "torch.distributed.checkpoint", ...
+    tree: Any  # nested containers of StoredTensors and plain values
+    world_size: int | None = None  # number of ranks that wrote it, if the files say so
+    left_out: Sequence[str] = ()  # what could not be read, and why
+
+
 @dataclasses.dataclass
 class Archive:
     """The content of one checkpoint. Names are those of the unwrapped, uncompiled model."""
 
     path: Path
-    kind: str  # for people: "safetensors", "torch.distributed.checkpoint", ...
+    kind: str
     tensors: dict[str, StoredTensor]  # of the model, in the order of the files
     aliases: dict[str, str] = dataclasses.field(default_factory=dict)
     # ^ second names of tied tensors: the name that ``tensors`` has
@@ -189,10 +199,10 @@ class Archive:
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
     # ^ everything else: containers of plain values and StoredTensors
     as_saved: Any = None  # the nested values before they came into sections; None: not known
-    world_size: int | None = None  # number of ranks that wrote it, if the files say so
+    world_size: int | None = None
     step: int | None = None
     checksums: dict[Path, FileFacts] = dataclasses.field(default_factory=dict)
-    left_out: list[str] = dataclasses.field(default_factory=list)  # what could not be read, and why
+    left_out: list[str] = dataclasses.field(default_factory=list)
 
     def all_tensors(self) -> Iterator[tuple[str, StoredTensor]]:
         """Yield every tensor with its path, which begins with "model", "optimizer" or "extra"."""

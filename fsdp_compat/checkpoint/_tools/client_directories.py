@@ -11,12 +11,12 @@ from typing import Any
 
 from ...errors import CheckpointError
 from .._texts import brief, count_in, found_in, parse_json, read_text
-from .archive import Archive
-from .dcp import damaged_dcp, is_dcp, tree_of
+from .archive import Archive, Content
+from .dcp import damaged_dcp, is_dcp, read_dcp
+from .flat_files import Shapes
 from .paths import member, require_inside
-from .rank_files import tree_of_ranks
-from .safetensors_files import read_safetensors, weight_map
-from .shapes import Shapes
+from .rank_files import read_rank_files, read_torch_save
+from .safetensors_files import read_safetensors
 from .torch_save import read_torch_file
 from .tree import archive_of
 
@@ -79,12 +79,13 @@ def _with_values_beside(path: Path, ignore_class: Collection[str]) -> Archive | 
     name = next((name for name in _BESIDE_DCP if (path / name).is_file()), None)
     if name is None:
         return None
-    tree, world_size, left_out = tree_of(path)
+    content = read_dcp(path)
+    left_out = [*content.left_out]
     values = _torch_values(member(path, name), left_out, ignore_class)
     values = values if isinstance(values, dict) else {"values": values}
     kind = "Lightning" if "pytorch-lightning_version" in values else _BESIDE_DCP[name]
-    tree = {**values, **tree}
-    return archive_of(path, kind, tree, world_size, left_out)
+    tree = {**values, **content.tree}
+    return archive_of(content._replace(kind=kind, tree=tree, left_out=left_out))
 
 
 def _torch_values(path: Path, left_out: list[str], ignore_class: Collection[str]) -> Any:
@@ -144,42 +145,24 @@ def _opened(
     sections: dict[str, Any] = {}
     world_sizes, left_out = [0], list[str]()
     for key in sorted(parts, key=lambda key: (len(key), key)):
-        found, world_size, texts = _read(parts[key], shapes, ignore_class)
-        inside = found.get(key.partition("_")[0]) if isinstance(found, dict) else None
-        sections[key] = inside if isinstance(inside, dict) else found
-        world_sizes.append(world_size or 0)
-        left_out += [f"{key}: {text}" for text in texts]
-    return archive_of(path, "", sections, max(world_sizes) or None, left_out)
+        found = _read(parts[key], shapes, ignore_class)
+        inside = found.tree.get(key.partition("_")[0]) if isinstance(found.tree, dict) else None
+        sections[key] = inside if isinstance(inside, dict) else found.tree
+        world_sizes.append(found.world_size or 0)
+        left_out += [f"{key}: {text}" for text in found.left_out]
+    return archive_of(Content(path, "", sections, max(world_sizes) or None, left_out))
 
 
-def _read(
-    files: list[Path], shapes: Shapes | None, ignore_class: Collection[str]
-) -> tuple[Any, int | None, list[str]]:
-    """Return the nested values of one part, the number of ranks, and what could not be read."""
+def _read(files: list[Path], shapes: Shapes | None, ignore_class: Collection[str]) -> Content:
+    """Return one model or optimizer."""
     first = files[0]
     if first.is_dir():
-        return tree_of(first)
+        return read_dcp(first)
     if len(files) > 1 or "_rank" in first.name:
-        return tree_of_ranks(files, shapes, ignore_class)
+        return read_rank_files(files, shapes, ignore_class)
     if ".safetensors" in first.name:
-        weights = read_safetensors(first)
-        return weights.tensors, None, weights.left_out
-    read = tensors_of_index if first.suffix == ".json" else read_torch_file
-    return read(first, ignore_class=ignore_class), None, []
-
-
-def tensors_of_index(index: Path, ignore_class: Collection[str] = ()) -> dict[str, Any]:
-    """Return the model in the files that an index lists. Raises CheckpointError; OSError."""
-    trees: dict[str, Any] = {}
-    found = {}
-    for name, file in weight_map(index).items():
-        path = require_inside(index.parent, index.parent / file)
-        if file not in trees:
-            trees[file] = read_torch_file(path, ignore_class=ignore_class)
-        if not isinstance(trees[file], dict) or name not in trees[file]:
-            raise damaged_dcp(path, f"no tensor {name!r:.200}, which {index.name} lists")
-        found[name] = trees[file][name]
-    return found
+        return read_safetensors(first)
+    return read_torch_save(first, shapes, ignore_class)
 
 
 def _add_values(

@@ -22,12 +22,12 @@ from .._directory import step_in
 from .._publishing import published, require_free
 from .archive import Archive, StoredTensor, is_user
 from .dcp import is_dcp, write_dcp
+from .flat_files import Shapes
 from .native import write_native
 from .optimizer_tree import name_optimizer
 from .reader import Files
 from .recognition import open_archive, problems_of
 from .safetensors_files import write_safetensors, write_safetensors_file
-from .shapes import Shapes
 from .torch_save import state_dict_of, write_torch
 from .walk import LEFT_OUT, map_leaves
 from .writers import WriteOptions, nbytes_to_write

@@ -38,6 +38,7 @@ from .._texts import (
 from .archive import (
     Archive,
     Chunk,
+    Content,
     NotRead,
     Span,
     StoredPiece,
@@ -51,7 +52,6 @@ from .reader import SLAB_NBYTES, Files, read_all, read_box
 from .safetensors_files import of_info
 from .threads import for_each
 from .torch_save import ZIP, read_torch_range, state_dict_of, unpickle
-from .tree import archive_of
 from .walk import LEFT_OUT
 from .writers import WriteOptions, dtype_to_write
 
@@ -87,23 +87,14 @@ def is_dcp(path: Path) -> bool:
     return path.is_dir() and bool(_metadata_files(path))
 
 
-def read_dcp(path: Path) -> Archive:
+def read_dcp(path: Path) -> Content:
     """Return what is described by ``.metadata``, or by ``__0.metadata``, ... of ranks that do not
     coordinate. Raises CheckpointError for damage, gaps and overlaps; OSError."""
-    return archive_of(path, KIND, *tree_of(path))
-
-
-def tree_of(path: Path) -> tuple[dict[Any, Any], int | None, list[str]]:
-    """Return the nested state dict, the number of ranks if known, and what could not be read."""
     metadata = _metadata_files(path)
     if not metadata:
         raise damaged_dcp(path, "no file .metadata")
-    return _tree(path, itertools.chain.from_iterable(map(_entries_of, metadata)))
-
-
-def _tree(path: Path, found: Iterable[_Entry]) -> tuple[dict[Any, Any], int | None, list[str]]:
     entries: dict[str, _Entry] = {}
-    for entry in found:
+    for entry in itertools.chain.from_iterable(map(_entries_of, metadata)):
         other = entries.get(entry.name)
         if other is not None:  # each rank described the chunks that it wrote
             if (other.dtype, len(other.shape)) != (entry.dtype, len(entry.shape)):
@@ -118,7 +109,7 @@ def _tree(path: Path, found: Iterable[_Entry]) -> tuple[dict[Any, Any], int | No
     if len({*places}) < len(places):
         raise damaged_dcp(path, "two values at one place in the files")
     tree = _nested([(keys, value) for keys, value in values if value is not LEFT_OUT], path)
-    return tree, directory.world_size(), directory.left_out
+    return Content(path, KIND, tree, directory.world_size(), directory.left_out)
 
 
 def damaged_dcp(path: Path, got: str) -> CheckpointError:

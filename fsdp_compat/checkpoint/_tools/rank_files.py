@@ -1,5 +1,5 @@
-"""Checkpoints of one torch.save file per rank, found by the ranks in their names and put
-together."""
+"""Checkpoints of torch.save: a file, the files of an index, or one file per rank, which are found
+by the ranks in their names and put together."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from .archive import Archive
-from .flat_files import FlatParams
+from .archive import Content
+from .flat_files import FlatParams, Shapes
 from .pickles import refusing
 from .rank_merge import Merger, disagreement
 from .reader import Files
-from .shapes import Shapes
+from .safetensors_files import by_index
+from .sharded_records import RankPart
 from .torch_save import read_torch_file
-from .tree import archive_of
+from .walk import leaves
 
 _KIND = "per-rank torch.save files"
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
@@ -71,20 +72,27 @@ def rank_groups(paths: Sequence[Path]) -> list[RankFiles]:
     ]
 
 
+def read_torch_save(path: Path, shapes: Shapes | None, ignore_class: Collection[str]) -> Content:
+    """Return the content of a file of torch.save, or of those that an index lists. A file with
+    parts of tensors is the only rank's. Raises CheckpointError and OSError."""
+
+    def values_in(file: Path) -> Any:
+        return read_torch_file(file, ignore_class=ignore_class)
+
+    if path.suffix == ".json":
+        return Content(path, "torch.save with an index", {"model": by_index(path, values_in)})
+    tree = values_in(path)
+    if any(isinstance(leaf, RankPart) for _, leaf in leaves(tree)):
+        return read_rank_files([path], shapes, ignore_class)
+    return Content(path, "torch.save", tree)
+
+
 def read_rank_files(
-    paths: Sequence[Path], shapes: Shapes | None = None, *, ignore_class: Collection[str] = ()
-) -> Archive:
-    """Return the archive that the files of all ranks make up, see ``tree_of_ranks``."""
-    path = paths[0].parent if len(paths) > 1 else paths[0]
-    return archive_of(path, _KIND, *tree_of_ranks(paths, shapes, ignore_class))
-
-
-def tree_of_ranks(
     paths: Sequence[Path], shapes: Shapes | None, ignore_class: Collection[str]
-) -> tuple[Any, int, list[str]]:
-    """Return the values of all ranks as one, the number of ranks, and what could not be read. Kinds
-    of files become sections; a single file without a rank is the only rank's. shapes: see
-    ``FlatParams``. Raises CheckpointError for missing or mixed files; OSError."""
+) -> Content:
+    """Return the values of all ranks as one. Kinds of files become sections; a single file without
+    a rank is the only rank's. shapes: see ``FlatParams``. Raises CheckpointError for missing or
+    mixed files; OSError."""
     where = paths[0].parent
     groups = _complete_groups(paths, where)
     left_out: list[str] = []
@@ -94,7 +102,7 @@ def tree_of_ranks(
         with refusing(where):
             trees[key] = _merged(group, shapes, ignore_class, where, left_out)
     tree = trees if len(trees) > 1 else next(iter(trees.values()))
-    return tree, groups[0].num_ranks, left_out
+    return Content(where if paths[1:] else paths[0], _KIND, tree, groups[0].num_ranks, left_out)
 
 
 def _complete_groups(paths: Sequence[Path], where: Path) -> list[RankFiles]:
