@@ -131,7 +131,7 @@ def _entries_of(path: Path) -> Iterator[_Entry]:
     """Yield the entries that one metadata file describes. Raises CheckpointError and OSError."""
     try:
         with open(open_file(path), "rb") as file:
-            content = file.read()
+            content = file.read()  # of any length: only a small file must not ask for much
         found = unpickle(content, path, max_nbytes=len(content))
         if not found.name.endswith(".Metadata"):
             raise ValueError(f"a {found.name}")
@@ -146,26 +146,24 @@ def _entries_of(path: Path) -> Iterator[_Entry]:
                 count_in(info.fields["length"]),
             )
         paths = found.fields.get("planner_data")
-        paths = paths if isinstance(paths, dict) else {}
         for name, facts in found.fields["state_dict_metadata"].items():
-            yield _entry(text_in(name), facts, _keys(name, paths.get(name)), places)
+            keys = paths.get(name) if isinstance(paths, dict) else None
+            keys = (text_in(name),) if keys is None else keys  # of a flat state dict
+            if not isinstance(keys, (tuple, list)) or not 0 < len(keys) <= 60:
+                raise ValueError(f"{name!r} at the path {keys!r:.100}")
+            path_of = tuple(k if type(k) is int and k >= 0 else text_in(k) for k in keys)
+            yield _Entry(name, path_of, *_described(name, facts, places))
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise damaged_dcp(path, brief(error)) from error
 
 
-def _keys(name: str, keys: Any) -> _Keys:
-    """Return the path of an entry; metadata without paths are of a flat state dict."""
-    if keys is None:
-        return (name,)
-    if not isinstance(keys, (tuple, list)) or not keys or len(keys) > 60:
-        raise ValueError(f"{name!r} at the path {keys!r:.100}")
-    return tuple(key if type(key) is int and key >= 0 else text_in(key) for key in keys)
-
-
-def _entry(name: str, facts: Record, keys: _Keys, places: dict[Any, _FileRange]) -> _Entry:
+def _described(
+    name: str, facts: Record, places: dict[Any, _FileRange]
+) -> tuple[torch.dtype | None, tuple[int, ...], dict[Box, _FileRange]]:
+    """Return dtype, shape and places of an entry."""
     kind = facts.name.rpartition(".")[2]
     if kind == "BytesStorageMetadata":
-        return _Entry(name, keys, None, (), {whole_box(()): places[name, None]})
+        return None, (), {whole_box(()): places[name, None]}
     if kind != "TensorStorageMetadata":
         raise ValueError(f"{name!r} is a {facts.name:.100}")
     properties = facts.fields["properties"]
@@ -182,7 +180,7 @@ def _entry(name: str, facts: Record, keys: _Keys, places: dict[Any, _FileRange])
             if (name, box.offsets) not in places:
                 raise ValueError(f"no file has {name!r} at {list(box.offsets)}")
             found[box] = places[name, box.offsets]
-    return _Entry(name, keys, dtype, shape, found)
+    return dtype, shape, found
 
 
 # -- chunks
@@ -373,7 +371,12 @@ def write_dcp(archive: Archive, path: Path, options: WriteOptions, files: Files)
                 for index, value, box in ranks[rank]:
                     stop(0)
                     start = file.tell()
-                    torch.save(_chunk(value, box, files, options), file)
+                    if box is None:
+                        content = read_all(value, files)
+                    else:
+                        content = read_box(value, box, files).to(dtype_to_write(value))
+                        options.tick(content.nbytes)
+                    torch.save(content, file)
                     places[index] = place_in_file(name, start, file.tell() - start)
         return places
 
@@ -384,15 +387,6 @@ def write_dcp(archive: Archive, path: Path, options: WriteOptions, files: Files)
     with new_file(path / ".metadata") as file:
         pickle.dump(described.Metadata(entries, paths, places), file)
     sync_directory(path)
-
-
-def _chunk(value: Any, box: Box | None, files: Files, options: WriteOptions) -> Any:
-    """Return what is saved of a value: a box of a tensor, or the value with its tensors."""
-    if box is None:
-        return read_all(value, files)
-    tensor = read_box(value, box, files).to(dtype_to_write(value))
-    options.tick(tensor.nbytes)
-    return tensor
 
 
 def _flattened(archive: Archive) -> dict[str, tuple[_Keys, Any]]:

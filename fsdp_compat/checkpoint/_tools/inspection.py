@@ -25,7 +25,6 @@ from .walk import leaves
 
 _CALL = "checkpoint.files.inspect"
 _TEMPORARY_NBYTES = 16  # per element: as stored, and in float64
-_MAX_MODULES = 40
 
 
 class Facts:
@@ -226,55 +225,20 @@ def _statistics(tensors: Sequence[StoredTensor], progress: bool) -> list[_Number
             return None, None, None
         return extremes_and_mean(values_of(tensor, files, SLAB_NBYTES // _TEMPORARY_NBYTES, tick))
 
+    total = sum(tensor.nbytes for tensor in tensors)
     with Files() as files:
-        return for_each(
-            tensors,
-            look_at,
-            what="inspect",
-            total_nbytes=sum(tensor.nbytes for tensor in tensors),
-            progress=progress,
-        )
+        return for_each(tensors, look_at, what="inspect", total_nbytes=total, progress=progress)
 
 
 def _facts(path: str, tensor: StoredTensor, directory: Path, numbers: _Numbers) -> TensorFacts:
-    parts = [_part(each, False, tensor.dtype, directory) for each in tensor.pieces]
-    parts += [_part(each, True, tensor.dtype, directory) for each in tensor.copies]
+    def part(piece: StoredPiece, is_copy: bool) -> Part:
+        box, nbytes = piece.box, piece.box.numel * tensor.dtype.itemsize
+        file = None if piece.path is None else relative_name(piece.path, directory)
+        return Part(box.offsets, box.sizes, nbytes, piece.holder, file, is_copy, piece)
+
+    parts = [part(piece, False) for piece in tensor.pieces]
+    parts += [part(piece, True) for piece in tensor.copies]
     return TensorFacts(path, tensor.dtype, tensor.shape, tensor.nbytes, tuple(parts), *numbers)
-
-
-def _part(piece: StoredPiece, is_copy: bool, dtype: torch.dtype, directory: Path) -> Part:
-    box, file = piece.box, None if piece.path is None else relative_name(piece.path, directory)
-    nbytes = box.numel * dtype.itemsize
-    return Part(box.offsets, box.sizes, nbytes, piece.holder, file, is_copy, piece)
-
-
-def modules_of(tensors: Iterable[TensorFacts]) -> dict[str, list[TensorFacts]]:
-    """Return the tensors of each module, with the optimizer states of its parameters. Names have as
-    many components as give few modules."""
-    owners = [(tensor, _owner(tensor)) for tensor in tensors if tensor.section != "extra"]
-    depth = _depth_for([owner for _, owner in owners])
-    found: dict[str, list[TensorFacts]] = {}
-    for tensor, owner in owners:
-        found.setdefault(".".join(owner[:depth]), []).append(tensor)
-    return found
-
-
-def _owner(tensor: TensorFacts) -> Sequence[str]:
-    """Return the name of the module that a tensor, or the parameter of a state, belongs to."""
-    name = tensor.path.partition("/")[2]
-    if tensor.section == "optimizer":
-        name = name.rpartition("/")[0]
-        if name.isdecimal():
-            return ("optimizer, by number",)
-    parts = name.split(".")
-    return parts[:-1] or parts
-
-
-def _depth_for(owners: Sequence[Sequence[str]]) -> int:
-    for depth in range(max(map(len, owners), default=1), 1, -1):
-        if len({tuple(owner[:depth]) for owner in owners}) <= _MAX_MODULES:
-            return depth
-    return 1
 
 
 def relative_name(path: Path, directory: Path) -> str:

@@ -267,38 +267,26 @@ def _write_box(descriptor: int, info: TensorInfo, box: Box, values: torch.Tensor
     return len(data)
 
 
-def write_safetensors(archive: Archive, path: Path, options: WriteOptions, files: Files) -> None:
+def write_safetensors(
+    archive: Archive, path: Path, options: WriteOptions, files: Files, in_one_file: bool = False
+) -> None:
     """Write the model's tensors, each once, to a directory: one file, or several of at most
-    ``options.max_file_size`` with an index. Raises UsageError for an unknown dtype."""
-    path.mkdir()
-    images = _images(archive, options.max_file_size)
-    for image in images:
-        _write_file(image, archive, path / image.name, options, files)
-    if images[1:]:
-        write_index(images, path / INDEX)
+    ``options.max_file_size`` with an index. in_one_file: to a file instead. Raises UsageError for
+    an unknown dtype."""
 
-
-def write_safetensors_file(
-    archive: Archive, path: Path, options: WriteOptions, files: Files
-) -> None:
-    """Write the model's tensors to one file. Raises as ``write_safetensors`` does."""
-    (image,) = _images(archive, None)
-    _write_file(image, archive, path, options, files)
-
-
-def _images(archive: Archive, max_file_size: int | None) -> list[FileImage]:
-    tensors = archive.tensors.items()
-    described = {name: (name, dtype_to_write(its), its.shape) for name, its in tensors}
-    return images_of(described, max_file_size)
-
-
-def _write_file(
-    image: FileImage, archive: Archive, path: Path, options: WriteOptions, files: Files
-) -> None:
     def contents(name: str) -> Iterator[tuple[Box, torch.Tensor]]:
         for box, values in Elements.all_of(archive.tensors[name], files).chunks():
             yield box, values
             options.tick(values.nbytes)
 
-    image.create(path)
-    image.write(path, contents, in_threads=True)
+    tensors = archive.tensors.items()
+    described = {name: (name, dtype_to_write(its), its.shape) for name, its in tensors}
+    images = images_of(described, None if in_one_file else options.max_file_size)
+    if not in_one_file:
+        path.mkdir()
+    for image in images:
+        place = path if in_one_file else path / image.name
+        image.create(place)
+        image.write(place, contents, in_threads=True)
+    if images[1:]:
+        write_index(images, path / INDEX)
