@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
+from .._blocks import damaged
 from .._texts import brief, count_in, found_in, parse_json, read_text
 from .archive import Archive, Content
-from .dcp import damaged_dcp, is_dcp, read_dcp
+from .dcp import is_dcp, read_dcp
 from .flat_files import Shapes
 from .paths import member, require_inside
 from .rank_files import read_rank_files, read_torch_save
@@ -58,15 +59,24 @@ def read_client_directory(
     names = sorted(os.listdir(path))
     parts, plain = _fsdp_parts(path, names), _plain_models(path, names)
     has_models = any(key.startswith("model") for key in parts)
-    is_signed = any(_SIGNS.fullmatch(name) for name in names)
+    is_signed = any(map(_SIGNS.fullmatch, names))
     if not (has_models or (plain and (parts or is_signed)) or (parts and is_signed)):
         return None
-    archive = _opened(path, parts if has_models else {**plain, **parts}, shapes, ignore_class)
+    sections: dict[str, Any] = {}
+    world_sizes, left_out = [0], list[str]()
+    used = parts if has_models else {**plain, **parts}
+    for key in sorted(used, key=lambda key: (len(key), key)):
+        found = _read(used[key], shapes, ignore_class)
+        inside = found.tree.get(key.partition("_")[0]) if isinstance(found.tree, dict) else None
+        sections[key] = inside if isinstance(inside, dict) else found.tree
+        world_sizes.append(found.world_size or 0)
+        left_out += [f"{key}: {text}" for text in found.left_out]
     if has_models:
         copies = [file.name for files in plain.values() for file in files]
-        archive.left_out += [f"{name}: a further copy of the model" for name in copies]
+        left_out += [f"{name}: a further copy of the model" for name in copies]
+    kind = "Trainer" if _TRAINER_STATE in names else "Accelerate"
+    archive = archive_of(Content(path, kind, sections, max(world_sizes) or None, left_out))
     archive.as_saved = None  # the files are several
-    archive.kind = "Trainer" if _TRAINER_STATE in names else "Accelerate"
     _add_values(archive, path, names, ignore_class)
     return archive
 
@@ -138,21 +148,6 @@ def _plain_models(path: Path, names: Iterable[str]) -> _Parts:
     return found
 
 
-def _opened(
-    path: Path, parts: _Parts, shapes: Shapes | None, ignore_class: Collection[str]
-) -> Archive:
-    """Return all models and optimizers, the first ones first."""
-    sections: dict[str, Any] = {}
-    world_sizes, left_out = [0], list[str]()
-    for key in sorted(parts, key=lambda key: (len(key), key)):
-        found = _read(parts[key], shapes, ignore_class)
-        inside = found.tree.get(key.partition("_")[0]) if isinstance(found.tree, dict) else None
-        sections[key] = inside if isinstance(inside, dict) else found.tree
-        world_sizes.append(found.world_size or 0)
-        left_out += [f"{key}: {text}" for text in found.left_out]
-    return archive_of(Content(path, "", sections, max(world_sizes) or None, left_out))
-
-
 def _read(files: list[Path], shapes: Shapes | None, ignore_class: Collection[str]) -> Content:
     """Return one model or optimizer."""
     first = files[0]
@@ -171,21 +166,17 @@ def _add_values(
     """Enter the step and the plain values beside model and optimizer."""
     for name in names:
         if match := _VALUES.fullmatch(name):
-            values = _torch_values(
-                require_inside(path, path / name), archive.left_out, ignore_class
-            )
+            file = require_inside(path, path / name)
+            values = _torch_values(file, archive.left_out, ignore_class)
             if values != {}:
                 archive.extra[match[1]] = values
         elif _OF_ONE_PROCESS.fullmatch(name):
             archive.left_out.append(f"{name}: state of one process")
         elif name == _TRAINER_STATE:
-            archive.step = _trainer_step(require_inside(path, path / name))
+            file = require_inside(path, path / name)
             archive.left_out.append(f"{name}: the Trainer's log; its step was read")
-
-
-def _trainer_step(path: Path) -> int | None:
-    try:
-        step = parse_json(read_text(path)).get("global_step")
-        return None if step is None else count_in(step)
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise damaged_dcp(path, brief(error)) from error
+            try:
+                step = parse_json(read_text(file)).get("global_step")
+                archive.step = None if step is None else count_in(step)
+            except (ValueError, TypeError, AttributeError, RecursionError) as error:
+                raise damaged(file, "the Trainer's state, as JSON", brief(error)) from error

@@ -94,14 +94,14 @@ def read_dcp(path: Path) -> Content:
     coordinate. Raises CheckpointError for damage, gaps and overlaps; OSError."""
     metadata = _metadata_files(path)
     if not metadata:
-        raise damaged_dcp(path, "no file .metadata")
+        raise _damaged(path, "no file .metadata")
     entries: dict[str, _Entry] = {}
     with _without_garbage_collection(), Files() as files:
         for entry in itertools.chain.from_iterable(map(_entries_of, metadata)):
             other = entries.get(entry.name)
             if other is not None:  # each rank described the chunks that it wrote
                 if (other.dtype, len(other.shape)) != (entry.dtype, len(entry.shape)):
-                    raise damaged_dcp(path, f"{entry.name!r}: {other.dtype} and {entry.dtype}")
+                    raise _damaged(path, f"{entry.name!r}: {other.dtype} and {entry.dtype}")
                 shape = tuple(map(max, other.shape, entry.shape))
                 entry = entry._replace(shape=shape, places=other.places | entry.places)
             entries[entry.name] = entry
@@ -109,7 +109,7 @@ def read_dcp(path: Path) -> Content:
         values = [(entry.keys, directory.value_of(entry)) for entry in entries.values()]
     places = [place for entry in entries.values() for place in entry.places.values()]
     if len({*places}) < len(places):
-        raise damaged_dcp(path, "two values at one place in the files")
+        raise _damaged(path, "two values at one place in the files")
     tree = _nested([(keys, value) for keys, value in values if value is not LEFT_OUT], path)
     return Content(path, KIND, tree, directory.world_size(), directory.left_out)
 
@@ -127,7 +127,7 @@ def _without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def damaged_dcp(path: Path, got: str) -> CheckpointError:
+def _damaged(path: Path, got: str) -> CheckpointError:
     return damaged(path, "values as torch.distributed.checkpoint writes them", got)
 
 
@@ -169,7 +169,7 @@ def _entries_of(path: Path) -> Iterator[_Entry]:
             path_of = tuple(k if type(k) is int and k >= 0 else text_in(k) for k in keys)
             yield _Entry(name, path_of, *_described(name, facts, places))
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise damaged_dcp(path, brief(error)) from error
+        raise _damaged(path, brief(error)) from error
 
 
 def _described(
@@ -232,7 +232,7 @@ def _span_in(
     is_tensor = isinstance(found, StoredTensor)
     if not is_tensor or (found.dtype, found.shape) != (dtype, shape):
         text = f"{found.dtype} of shape {list(found.shape)}" if is_tensor else "not a tensor"
-        raise damaged_dcp(
+        raise _damaged(
             file.path,
             f"at byte {place.start} of {file.path.name} {text} instead of {dtype} of shape "
             f"{list(shape)}, which the metadata give for a chunk of {name!r}",
@@ -256,7 +256,7 @@ class _Directory:
             return self._plain_value(name, *places.values())
         if problem := coverage_problem(shape, [*places]):
             got = f"{name!r}, of shape {list(shape)}: {problem}"
-            raise damaged_dcp(self._path, got)
+            raise _damaged(self._path, got)
         pieces = (self._piece(name, dtype, box, place) for box, place in places.items())
         return StoredTensor(name, dtype, shape, tuple(pieces))
 
@@ -264,7 +264,7 @@ class _Directory:
         path = self._file(place).path
         self._bytes_left -= place.nbytes
         if self._bytes_left < 0:
-            raise damaged_dcp(path, f"more than {_MAX_BYTES} bytes of values other than tensors")
+            raise _damaged(path, f"more than {_MAX_BYTES} bytes of values other than tensors")
         try:
             with self._files.descriptor(path) as descriptor:
                 return read_torch_range(descriptor, path, place.start, place.nbytes)
@@ -287,12 +287,12 @@ class _Directory:
                     identity, nbytes = identity_of(descriptor), os.fstat(descriptor).st_size
                     is_header = os.pread(descriptor, 1, 8) == b"{"
             except (FileNotFoundError, NotADirectoryError) as error:
-                raise damaged_dcp(path, "no such file, although the metadata name it") from error
+                raise _damaged(path, "no such file, although the metadata name it") from error
             header = read_header(path)[0] if is_header else None
             self._found[place.file] = _File(path, _rank_of(path.name), identity, nbytes, header)
         file = self._found[place.file]
         if place.start + place.nbytes > file.nbytes:
-            raise damaged_dcp(
+            raise _damaged(
                 file.path,
                 f"{file.nbytes} bytes, where the metadata have bytes {place.start} to "
                 f"{place.start + place.nbytes}",
@@ -329,9 +329,9 @@ def _nested(entries: Iterable[tuple[_Keys, Any]], path: Path) -> dict[Any, Any]:
         for key in keys[:-1]:
             node = node.setdefault(key, _Node())
             if not isinstance(node, _Node):
-                raise damaged_dcp(path, f"the path {list(keys)} leads through a value")
+                raise _damaged(path, f"the path {list(keys)} leads through a value")
         if keys[-1] in node:
-            raise damaged_dcp(path, f"two values have the path {list(keys)}")
+            raise _damaged(path, f"two values have the path {list(keys)}")
         node[keys[-1]] = value
     gaps = [0]
     return {key: _finished(value, path, gaps) for key, value in root.items()}
@@ -347,7 +347,7 @@ def _finished(value: Any, path: Path, gaps: list[int]) -> Any:
     length = max(items) + 1  # of a list, in which an empty container has left a gap
     gaps[0] += length - len(items)
     if gaps[0] > _MAX_GAPS:
-        raise damaged_dcp(path, f"a list of {length} elements, of which {len(items)} have values")
+        raise _damaged(path, f"a list of {length} elements, of which {len(items)} have values")
     return [items.get(index) for index in range(length)]
 
 

@@ -90,11 +90,9 @@ def _take_models(tree: Tree) -> dict[str, dict[str, StoredTensor]]:
         weights = (key for _, node, key, value in level if node is tree and _has_shape(value))
         if any("." in str(key) for key in weights):
             break
-    loose = {str(key): value for key, value in tree.items() if isinstance(value, StoredTensor)}
+    loose = [key for key, value in tree.items() if isinstance(value, StoredTensor)]
     if loose:
-        for key in [key for key, value in tree.items() if isinstance(value, StoredTensor)]:
-            del tree[key]
-        return {"": loose}
+        return {"": {str(key): tree.pop(key) for key in loose}}
     dicts = {key: [*value.values()] for key, value in tree.items() if isinstance(value, dict)}
     return {
         str(key): _flat_tensors(tree, key)
