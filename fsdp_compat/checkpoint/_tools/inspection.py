@@ -171,7 +171,8 @@ def inspect(
         read), ``nbytes``, ``nbytes_by_section()`` and ``nbytes_by_rank()``. A tensor has ``path``
         ("model/...", "optimizer/<parameter>/<key>" or "extra/..."), ``dtype``, ``shape``,
         ``nbytes``, ``ranks``, ``parts`` (each with ``offsets``, ``sizes``, ``rank``, ``file`` and
-        ``start``) and, with ``stats``, ``minimum``, ``maximum`` and ``mean``.
+        ``start``, which reads a header of torch.distributed.checkpoint) and, with ``stats``,
+        ``minimum``, ``maximum`` and ``mean``.
 
     Raises:
         CheckpointError: it is not a checkpoint, or is damaged, incomplete or refused.
