@@ -7,10 +7,8 @@ file in memory, and needs one process per rank."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import gc
 import itertools
 import os
 import pickle
@@ -96,7 +94,7 @@ def read_dcp(path: Path) -> Content:
     if not metadata:
         raise _damaged(path, "no file .metadata")
     entries: dict[str, _Entry] = {}
-    with _without_garbage_collection(), Files() as files:
+    with Files() as files:
         for entry in itertools.chain.from_iterable(map(_entries_of, metadata)):
             other = entries.get(entry.name)
             if other is not None:  # each rank described the chunks that it wrote
@@ -112,19 +110,6 @@ def read_dcp(path: Path) -> Content:
         raise _damaged(path, "two values at one place in the files")
     tree = _nested([(keys, value) for keys, value in values if value is not LEFT_OUT], path)
     return Content(path, KIND, tree, directory.world_size(), directory.left_out)
-
-
-@contextlib.contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Metadata of many ranks are millions of objects, of which none is garbage: looking for it
-    takes as long as reading them."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _damaged(path: Path, got: str) -> CheckpointError:

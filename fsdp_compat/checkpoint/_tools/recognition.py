@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from ..._progress import elapsing
@@ -48,7 +50,8 @@ def open_archive(
     path = Path(path)
     known = _shapes_in(shapes)
     try:
-        with elapsing(progress, f"reading the headers of {path.name}"):
+        title = f"reading the headers of {path.name}"
+        with elapsing(progress, title), _without_garbage_collection():
             archive = _archive_at(path, known, ignore_class)
             require_lengths(archive)
     except OSError as error:
@@ -62,6 +65,19 @@ def open_archive(
     if not keep_module:
         without_ddp(archive)
     return archive
+
+
+@contextlib.contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """What the files of many ranks describe are millions of objects, of which none is garbage:
+    looking for it takes longer than reading them."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def problems_of(archive: Archive) -> list[str]:
