@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import itertools
 import math
 import re
 import sys
@@ -25,7 +26,7 @@ from ..._state.units import clean_name as plain_name
 from ..._text import joined
 from ...errors import CheckpointError, UsageError
 from .._texts import brief
-from .archive import Archive, Span, StoredPiece, StoredTensor
+from .archive import Archive, Span, StoredTensor
 from .rank_merge import sample
 from .reader import Files
 from .sharded_records import RankPart, in_shape
@@ -156,18 +157,14 @@ class FlatParams:
         found: dict[int, ParamSpec] = {}
         for name in sorted(flat.views, key=lambda name: name in self._ties):
             start, numel = min(flat.views[name]), sum(flat.views[name].values())
-            sizes = self._sizes_of(name, numel)
+            sizes = self._shapes.entries.get(self._ties.get(name, name))
+            sizes = (numel,) if self._stays_flat else sizes
             if sizes is not None and math.prod(sizes) == numel:
                 found.setdefault(start, ParamSpec(name, sizes, start))
         if found.keys() != {min(places) for places in flat.views.values()}:
             numels = {name: sum(places.values()) for name, places in flat.views.items()}
             raise self._unclear(key, f"parameters of other sizes: {_listed(numels)}")
         return [*found.values()]
-
-    def _sizes_of(self, name: str, numel: int) -> tuple[int, ...] | None:
-        if self._stays_flat:
-            return (numel,)
-        return self._shapes.entries.get(self._ties.get(name, name))
 
     def _names(self, node: _Node, prefix: str, others: list[str]) -> list[str]:
         """Return the names of the parameters in a flat one, without those of inner wrappers."""
@@ -272,14 +269,11 @@ def _prefix(key: Any) -> str:
 
 def _cut(flat: StoredTensor, param: ParamSpec) -> StoredTensor:
     """Return a parameter of a flat one."""
-
-    box = Box((param.start,), (param.numel,))
-
-    def pieces(of: Sequence[StoredPiece]) -> tuple[StoredPiece, ...]:
-        return tuple(
-            piece
-            for run in dataclasses.replace(flat, pieces=of).pieces_in(box)
-            for piece in in_shape(run, run.box.offsets[0] - param.start, param.shape, flat.dtype)
-        )
-
-    return StoredTensor("", flat.dtype, param.shape, pieces(flat.pieces), pieces(flat.copies))
+    box, found = Box((param.start,), (param.numel,)), []
+    for held in (flat.pieces, flat.copies):
+        runs = dataclasses.replace(flat, pieces=held).pieces_in(box)
+        firsts = ((run, run.box.offsets[0] - param.start) for run in runs)
+        boxes = (in_shape(run, first, param.shape, flat.dtype) for run, first in firsts)
+        found.append(tuple(itertools.chain.from_iterable(boxes)))
+    pieces, copies = found
+    return StoredTensor("", flat.dtype, param.shape, pieces, copies)
