@@ -39,7 +39,7 @@ from ._snapshot import warn_of_left_out
 from ._source import Source, open_source
 from ._texts import brief, shortened
 from ._tools.archive import StoredTensor
-from ._tools.shapes import Shape, Shapes
+from ._tools.flat_files import Shapes
 
 _Extra = TypeVar("_Extra")
 
@@ -286,7 +286,7 @@ def _shapes_of(model: nn.Module) -> Shapes:
     parts = [*managed_parts(named_groups(units_of(model))), *unmanaged_tensors(model, False)]
     parts.sort(key=lambda held: order.get(held.names[0], len(order)))
     ties = {other: held.names[0] for held in parts for other in held.names[1:]}
-    return Shapes({held.names[0]: Shape(held.shape, held.dtype) for held in parts}, ties)
+    return Shapes({held.names[0]: held.shape for held in parts}, ties)
 
 
 # -- what is read, and what changes

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-from collections.abc import Callable, Collection, Iterable, KeysView, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,21 @@ from ._blocks import changed_meanwhile
 from ._manifest import MANIFEST, file_name
 from ._named_groups import HeldPart
 from ._ranks import Ranks
-from ._tools.archive import Archive, Checksum, Span, StoredTensor, is_user, whole_box
+from ._tools.archive import (
+    Archive,
+    Checksum,
+    Span,
+    StoredPiece,
+    StoredTensor,
+    is_user,
+    whole_box,
+)
+from ._tools.flat_files import Shapes
 from ._tools.native import EXTRA, EXTRA_STATE, NativeCheckpoint
 from ._tools.optimizer_tree import name_optimizer
 from ._tools.rank_merge import sample
 from ._tools.reader import Files, Read, read_all, reads_of
 from ._tools.recognition import open_archive
-from ._tools.shapes import Shapes
 from ._tools.tree import without_ddp
 from ._tools.walk import leaves, map_values
 
@@ -184,9 +192,11 @@ class Source:
     def copy(self) -> tuple[str, int, int]:
         """Return the name of this rank's copy of the files, of which inode times cannot be copied;
         and the bytes of the zip records to read, and of all."""
-        facts = map(os.stat, sorted({self.path, *(span.path for span in self._spans())}))
+        paths = {piece.path for piece in self._pieces() if piece.path is not None}
+        facts = map(os.stat, sorted({self.path, *paths}))
         name = repr([(its.st_ino, its.st_size, its.st_mtime_ns, its.st_ctime_ns) for its in facts])
-        own, total = (sum(each.nbytes for _, each in self._records(of)) for of in (False, True))
+        own = sum(each.nbytes for _, each in self._records_to_read())
+        total = sum(nbytes for nbytes, *_ in self._records_of_all())
         return hashlib.sha256(name.encode()).hexdigest(), own, total
 
     def check(self, number: int, copies: Sequence[tuple[str, int, int]], shown: bool) -> str:
@@ -195,8 +205,11 @@ class Source:
         compare the rest. Return what tells the content of several copies apart."""
         alike = [rank for rank, (name, *_) in enumerate(copies) if name == copies[number][0]]
         shares = max(copies[rank][1] for rank in alike) * len(alike) > copies[number][2]
-        share = slice(alike.index(number), None, len(alike)) if shares else slice(None)
-        records = self._records(of_all=shares)[share]
+        records = self._records_to_read()
+        if shares:
+            of_all = self._records_of_all()
+            own = sorted(of_all)[alike.index(number) :: len(alike)]
+            records = _records(of_all[each].source for each in own)
         total = self.files.nbytes_to_check(self.reads) + sum(each.nbytes for _, each in records)
         with progress_bar(shown and total > 0, f"check {self._title}", total) as tick:
             self.files.check(self.reads, tick)
@@ -221,16 +234,15 @@ class Source:
             digest.update(repr((leaf[0], value)).encode())
         return digest.hexdigest()
 
-    def _spans(self) -> list[Span]:
-        pieces = (piece for _, each in self.archive.all_tensors() for piece in each.pieces)
-        return [piece.source for piece in pieces if isinstance(piece.source, Span)]
+    def _pieces(self) -> Iterator[StoredPiece]:
+        return (piece for _, each in self.archive.all_tensors() for piece in each.pieces)
 
-    def _records(self, of_all: bool) -> list[tuple[Path, Checksum]]:
-        """Return the zip records that are read, or of all tensors: in one order on all ranks."""
-        spans = self._spans() if of_all else [each.source for each in self.reads]
-        known = [each for each in spans if isinstance(each, Span)]
-        found = {(each.path, each.checksum) for each in known if each.checksum}
-        return sorted(found, key=lambda each: (each[1].nbytes, each[0], each[1].start))
+    def _records_of_all(self) -> dict[Any, StoredPiece]:
+        """Return a piece of each zip record and unopened chunk, by what they are to all ranks."""
+        return {piece.record: piece for piece in self._pieces() if piece.record is not None}
+
+    def _records_to_read(self) -> list[tuple[Path, Checksum]]:
+        return _records(each.source for each in self.reads)
 
     def read(self, shown: bool) -> None:
         """Read everything. Raises CheckpointError if the files changed after ``check``."""
@@ -278,6 +290,13 @@ class NativeSource(Source):
 
     def left_out(self) -> list[str]:
         return self._checkpoint.left_out()
+
+
+def _records(sources: Iterable[Any]) -> list[tuple[Path, Checksum]]:
+    """Return the zip records of spans, each once, the smallest first."""
+    spans = (each for each in sources if isinstance(each, Span))
+    found = {(each.path, each.checksum) for each in spans if each.checksum}
+    return sorted(found, key=lambda each: (each[1].nbytes, each[0], each[1].start))
 
 
 def open_source(

@@ -1,5 +1,5 @@
 """Training with NCCL on several devices of the CUDA build of torch: losses, races, waits of the
-host, and communication beside computation, next to torch's FSDP1 and FSDP2."""
+host, next to torch's FSDP1 and FSDP2."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ import fsdp_compat
 from fsdp_compat import MixedPrecision
 from fsdp_compat.sharded_grad_scaler import ShardedGradScaler
 from tests.support import fakecuda
-from tests.support.devices import on_nccl, own_device
+from tests.support.devices import NCCL, on_nccl, own_device
 from tests.support.fully_sharded import NotedAllGather, NotedReduceScatter
 from tests.support.models import NUM_TOKENS, Transformer
 from tests.support.parity import no_sync, seeded
+from tests.support.ranks import run_ranks
 from tests.support.twin import FLAT, FULLY_SHARD, ORIGINAL, sharded
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not fakecuda.is_used(), reason=fakecuda.WHY)]
@@ -194,7 +195,7 @@ def eagerly(case: Case, path: str) -> Iterator[None]:
         device, ranks = own_device(), dist.get_world_size()
         dist.destroy_process_group()
         dist.init_process_group(
-            *("cpu:gloo,cuda:nccl", f"file://{path}"),
+            *(NCCL, f"file://{path}"),
             world_size=ranks,
             rank=device.index,
             device_id=device,
@@ -262,72 +263,8 @@ WAITS_MORE = Case(ORIGINAL, "SHARD_GRAD_OP", offload=True, backwards=2)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_training(case: Case, tmp_path: Path) -> None:
     ranks = 4 if case.strategy == "HYBRID_SHARD" else 2
-    waits, fewest = on_nccl(ranks, check, case, str(tmp_path / "store"))[0]
+    waits, fewest = run_ranks(ranks, check, case, str(tmp_path / "store"), backend=NCCL)[0]
     assert waits <= fewest or (case == WAITS_MORE and waits == fewest + NUM_STEPS - WARM_UP)
-
-
-# -- communication beside computation, by the virtual clock
-
-
-class SlowProduct(torch.autograd.Function):
-    """A matrix product that takes ``ms`` in forward and twice as long in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, ms: int) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.ms = ms
-        torch.cuda._sleep(ms * 1_000_000)
-        return x @ weight
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        torch.cuda._sleep(2 * ctx.ms * 1_000_000)
-        return grad @ weight.T, x.T @ grad, None
-
-
-class Slow(nn.Module):
-    def __init__(self, ms: int) -> None:
-        super().__init__()
-        self.weight, self.ms = nn.Parameter(torch.randn(8, 8)), ms
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return SlowProduct.apply(x, self.weight, self.ms).relu()
-
-
-def steps_ms(library: Any, front_end: str, layers: int, ms: int) -> float:
-    """Return the time of five steps. Collective."""
-    device = own_device()
-    model = nn.Sequential(*(Slow(ms) for _ in range(layers))).to(device)
-    model = sharded(model, front_end, units=(Slow,), device_id=device, library=library)
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for step in range(8):
-        if step == 3:
-            torch.cuda.synchronize()
-            begin.record()
-        model(torch.ones(2, 8, device=device)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end)
-
-
-def check_overlap(front_end: str, layers: int, ms: int) -> None:
-    fakecuda.set_collective_ms(10)
-    try:
-        ours = steps_ms(fsdp_compat, front_end, layers, ms)
-        theirs = [steps_ms(torch_fsdp, each, layers, ms) for each in BOTH]
-    finally:
-        fakecuda.set_collective_ms(0)
-    assert 5 * 3 * ms * layers <= ours <= min(theirs), theirs
-
-
-@pytest.mark.parametrize(("layers", "ms"), [(6, 3), (6, 9), (3, 25)])
-@pytest.mark.parametrize("front_end", BOTH)
-def test_communication_is_hidden_as_well_as_in_torch(front_end: str, layers: int, ms: int) -> None:
-    on_nccl(2, check_overlap, front_end, layers, ms)
 
 
 # -- what the recorder finds
@@ -339,7 +276,8 @@ def races(act: Callable[[], object]) -> list[str]:
     return [str(race) for race in recording.unordered()]
 
 
-def check_streams() -> None:
+@on_nccl(2)
+def test_planted_races_of_streams_are_found() -> None:
     side, main = torch.cuda.Stream(), torch.cuda.current_stream()
 
     def made_on_the_side(waits: bool, names_reader: bool) -> None:
@@ -362,7 +300,8 @@ def check_streams() -> None:
     assert "freed" in reused
 
 
-def check_collectives_and_copies() -> None:
+@on_nccl(2)
+def test_planted_races_of_collectives_and_copies_are_found() -> None:
     x, host = torch.ones(1000, device="cuda"), torch.ones(1000).pin_memory()
     dist.all_reduce(x)
 
@@ -382,11 +321,6 @@ def check_collectives_and_copies() -> None:
     assert len(races(lambda: reduce(False))) == 1 and races(lambda: reduce(True)) == []
     later = [race.rpartition("aten::")[2].split()[0] for race in races(copy)]
     assert later == ["zero_", "sum"]
-
-
-@pytest.mark.parametrize("planted", [check_streams, check_collectives_and_copies])
-def test_planted_races_are_found(planted: Any) -> None:
-    on_nccl(2, planted)
 
 
 # -- streams
@@ -412,7 +346,8 @@ class Reduce(NotedPriority, NotedReduceScatter):
     pass
 
 
-def check_priorities() -> None:
+@on_nccl(2)
+def test_copies_beside_computation_have_priority() -> None:
     model: Any = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))).to(own_device())
     gather, reduce = Gather(), Reduce()
     for unit in model:
@@ -422,7 +357,3 @@ def check_priorities() -> None:
     fsdp_compat.fully_shard(model)(torch.ones(2, 8, device=own_device())).sum().backward()
     for noted in (gather, reduce):
         assert min(noted.priorities) < torch.cuda.Stream().priority
-
-
-def test_copies_beside_computation_have_priority() -> None:
-    on_nccl(2, check_priorities)

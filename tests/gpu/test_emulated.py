@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
 
 from tests.support import emulated
 from tests.support.order import (
@@ -16,11 +15,8 @@ from tests.support.order import (
     Free,
     Happening,
     Op,
-    Record,
     StreamSync,
-    Wait,
 )
-from tests.support.parity import assert_close
 from tests.support.ranks import on_ranks
 
 
@@ -55,27 +51,6 @@ def pinned(*shape: int) -> torch.Tensor:
 
 
 @on_the_device
-def test_operations_have_the_results_of_the_cpu(emulated_device: str) -> None:
-    def results(device: str) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        x = torch.randn(5, 8).to(device)
-        model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU()).to(device)
-        model(x).pow(2).sum().backward()
-        grads = [p.grad for p in model.parameters() if p.grad is not None]
-        taken = torch.empty(0, device=device)
-        torch.add(x, 1, out=taken)  # resizes
-        pieces = torch.zeros(10, device=device)
-        torch._foreach_copy_([*pieces.split(5)], [x[0, :5], x[:, 0]])
-        views = x.t()[2:].reshape(-1), x.as_strided((3, 2), (2, 9)), x.to(torch.bfloat16)
-        chosen = x[x > 0], x[torch.tensor([1, 0], device=device)], torch.cat([x, x])
-        return [*grads, taken, pieces, *views, *chosen, torch.where(x > 0, x, 0)]
-
-    for found, expected in zip(results(emulated.NAME), results("cpu"), strict=True):
-        assert found.device.type == emulated.NAME
-        assert_close(found.cpu(), expected, "a result", 1e-6)
-
-
-@on_the_device
 def test_memory_that_was_freed_is_not_read(emulated_device: str) -> None:
     x = new(8)
     x.untyped_storage().resize_(0)
@@ -101,27 +76,6 @@ def test_the_bytes_of_views(emulated_device: str) -> None:
     assert whole.writes == ((start + 24, start + 72),)
     assert strided.writes == tuple((start + 24 * i, start + 24 * i + 8) for i in range(4))
     assert strided.place[0].endswith("test_the_bytes_of_views") and __file__ in strided.place[0]
-
-
-@on_the_device
-def test_streams_of_forward_and_backward(emulated_device: str) -> None:
-    x, stream = new(4, 4).requires_grad_(), torch.Stream(emulated.NAME)
-    main = torch.accelerator.current_stream()
-    assert stream.stream_id != main.stream_id
-    with emulated.watching() as recording:
-        stream.wait_stream(main)
-        with stream:
-            y = x.exp()
-        main.wait_stream(stream)
-        y.sum().backward()  # in a thread of autograd's
-    first, wait, *_ = recording.happenings
-    assert isinstance(first, Record) and first.stream == main.stream_id
-    assert wait == Wait(first.event, stream.stream_id)
-    found = {(op.name, op.stream) for op in ops(recording)}
-    assert {("aten::exp", stream.stream_id), ("aten::sum", main.stream_id)} <= found
-    (backward,) = [op for op in ops(recording) if op.name == "aten::mul"]
-    assert backward.stream == stream.stream_id and backward.place == ("in backward: ExpBackward0",)
-    assert recording.unordered() == []
 
 
 @on_the_device

@@ -5,7 +5,7 @@ they run on two ranks with NCCL, on another device on one rank, as far as one ra
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.utils.checkpoint import checkpoint as checkpoint_of
 
 import fsdp_compat
 from fsdp_compat import BackwardPrefetch, MixedPrecision, StateDictType, checkpoint
@@ -26,10 +25,10 @@ from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.errors import StateError, UsageError
 from fsdp_compat.sharded_grad_scaler import ShardedGradScaler
 from tests.support import emulated, fakecuda
-from tests.support.devices import in_order, on_nccl, own_device, run_on
+from tests.support.devices import in_order, on_nccl, on_the_device, own_device
 from tests.support.fully_sharded import shard_all
 from tests.support.models import DIM, Block, Stack
-from tests.support.parity import no_sync, seeded, square
+from tests.support.parity import seeded, square
 from tests.support.twin import FLAT, FULLY_SHARD, ORIGINAL, sharded
 
 pytestmark = pytest.mark.gpu
@@ -88,7 +87,9 @@ def assert_same_steps(device: torch.device, one: tuple[Any, Any], other: tuple[A
 # -- on any device
 
 
-def check_state_dicts(device: torch.device, options: str) -> None:
+@every_option
+@on_the_device
+def test_state_dicts_of_every_type(device: torch.device, options: str) -> None:
     with in_order():
         one = trained(device, **OPTIONS[options])
         other = trained(device, seed=5, **OPTIONS[options])
@@ -104,11 +105,8 @@ def check_state_dicts(device: torch.device, options: str) -> None:
 
 
 @every_option
-def test_state_dicts_of_every_type(device: str, options: str) -> None:
-    run_on(device, check_state_dicts, options)
-
-
-def check_whole_parameters(device: torch.device, options: str) -> None:
+@on_the_device
+def test_whole_parameters_are_shown_and_written_back(device: torch.device, options: str) -> None:
     ways: list[dict[str, bool]] = [{}, {"writeback": False}, {"offload_to_cpu": True}]
     ways += [{"offload_to_cpu": True, "rank0_only": True, "writeback": False}]
     model, optimizer = made(device, **OPTIONS[options])
@@ -131,12 +129,12 @@ def check_whole_parameters(device: torch.device, options: str) -> None:
         optimizer.step()
 
 
-@every_option
-def test_whole_parameters_are_shown_and_written_back(device: str, options: str) -> None:
-    run_on(device, check_whole_parameters, options)
-
-
-def check_scaling(device: torch.device, front_end: str, offload: bool) -> None:
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("front_end", [FLAT, ORIGINAL])
+@on_the_device
+def test_a_step_with_infinite_gradients_in_fp16_is_skipped(
+    device: torch.device, front_end: str, offload: bool
+) -> None:
     low = MixedPrecision(FP16, FP16)
     model, optimizer = made(device, front_end, offload=offload, mixed_precision=low)
     scaler = ShardedGradScaler(device.type, init_scale=1024.0)
@@ -150,15 +148,11 @@ def check_scaling(device: torch.device, front_end: str, offload: bool) -> None:
         assert (is_skipped, scaler.get_scale()) == (factor != 1.0, scale)
 
 
-@pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("front_end", [FLAT, ORIGINAL])
-def test_a_step_with_infinite_gradients_in_fp16_is_skipped(
-    device: str, front_end: str, offload: bool
-) -> None:
-    run_on(device, check_scaling, front_end, offload)
-
-
-def check_meta(device: torch.device, front_end: str, fills: bool) -> None:
+@pytest.mark.parametrize(
+    ("front_end", "fills"), [(FLAT, True), (ORIGINAL, True), (ORIGINAL, False), (FULLY_SHARD, True)]
+)
+@on_the_device
+def test_models_from_the_meta_device(device: torch.device, front_end: str, fills: bool) -> None:
     def fill(module: nn.Module) -> None:
         module.to_empty(device=device, recurse=front_end == FULLY_SHARD)
         for p in module.parameters(recurse=front_end == FULLY_SHARD):
@@ -184,14 +178,11 @@ def check_meta(device: torch.device, front_end: str, fills: bool) -> None:
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize(
-    ("front_end", "fills"), [(FLAT, True), (ORIGINAL, True), (ORIGINAL, False), (FULLY_SHARD, True)]
-)
-def test_models_from_the_meta_device(device: str, front_end: str, fills: bool) -> None:
-    run_on(device, check_meta, front_end, fills)
-
-
-def check_copies(device: torch.device, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [*OPTIONS.values(), {"front_end": FULLY_SHARD}], ids=str)
+@on_the_device
+def test_a_copy_trains_by_itself_and_training_follows_evaluation(
+    device: torch.device, options: dict[str, Any]
+) -> None:
     x = batch(device, 0)
     with in_order():
         model, optimizer = trained(device, **options)
@@ -208,17 +199,13 @@ def check_copies(device: torch.device, options: dict[str, Any]) -> None:
         step(model.train(), optimizer, x)
 
 
-@pytest.mark.parametrize("options", [*OPTIONS.values(), {"front_end": FULLY_SHARD}], ids=str)
-def test_a_copy_trains_by_itself_and_training_follows_evaluation(
-    device: str, options: dict[str, Any]
-) -> None:
-    run_on(device, check_copies, options)
-
-
 # -- state of several ranks
 
 
-def check_state_dicts_by_torch(front_end: str) -> None:
+@both_front_ends
+@with_nccl
+@on_nccl(2)
+def test_state_dicts_by_functions_of_torch(front_end: str) -> None:
     device = own_device()
     with in_order():
         for full in (False, True):
@@ -238,68 +225,56 @@ def load_by_torch(one: tuple[Any, Any], model: Any, optim: Any, full: bool = Fal
     torch_state.set_state_dict(*one, **given, options=options)
 
 
-@with_nccl
 @both_front_ends
-def test_state_dicts_by_functions_of_torch(front_end: str) -> None:
-    on_nccl(2, check_state_dicts_by_torch, front_end)
-
-
-def check_checkpoints(front_end: str, offload: bool, path: str) -> None:
+@pytest.mark.parametrize("offload", [False, True])
+@with_nccl
+@on_nccl(2)
+def test_checkpoints(front_end: str, offload: bool, tmp_path: Path) -> None:
     device = own_device()
     with in_order():
         one = trained(device, front_end, offload=offload)
-        checkpoint.save(f"{path}/now", *one, {"epoch": 1}, step=0)
-        saving = checkpoint.async_save(f"{path}/later", *one, {"epoch": 2}, step=1)
+        checkpoint.save(f"{tmp_path}/now", *one, {"epoch": 1}, step=0)
+        saving = checkpoint.async_save(f"{tmp_path}/later", *one, {"epoch": 2}, step=1)
         expected = [step(*one, batch(device, number)) for number in (7, 8)]
         saving.wait()
         for epoch, name in enumerate(("now", "later"), 1):
             other = trained(device, front_end, offload=offload, seed=5)
-            assert checkpoint.load(f"{path}/{name}", *other).extra["epoch"] == epoch
+            assert checkpoint.load(f"{tmp_path}/{name}", *other).extra["epoch"] == epoch
             losses = [step(*other, batch(device, number)) for number in (7, 8)]
             assert losses == pytest.approx(expected, rel=1e-5)
-        checkpoint.save_safetensors(f"{path}/weights", one[0])
-        checkpoint.load_safetensors(f"{path}/weights", other[0])
+        checkpoint.save_safetensors(f"{tmp_path}/weights", one[0])
+        checkpoint.load_safetensors(f"{tmp_path}/weights", other[0])
 
         state = dict(zip(("model", "optim"), torch_state.get_state_dict(*one), strict=True))
-        dcp.save(state, checkpoint_id=f"{path}/dcp")
+        dcp.save(state, checkpoint_id=f"{tmp_path}/dcp")
         other = trained(device, front_end, offload=offload, seed=6)
         loaded = dict(zip(("model", "optim"), torch_state.get_state_dict(*other), strict=True))
-        dcp.load(loaded, checkpoint_id=f"{path}/dcp")
+        dcp.load(loaded, checkpoint_id=f"{tmp_path}/dcp")
         load_by_torch(other, **loaded)
         assert_same_steps(device, one, other)
-        saved: Any = dcp.async_save({"model": state["model"]}, checkpoint_id=f"{path}/async")
+        saved: Any = dcp.async_save({"model": state["model"]}, checkpoint_id=f"{tmp_path}/async")
         saved.result()
 
 
-@with_nccl
 @both_front_ends
-@pytest.mark.parametrize("offload", [False, True])
-def test_checkpoints(front_end: str, offload: bool, tmp_path: Path) -> None:
-    on_nccl(2, check_checkpoints, front_end, offload, str(tmp_path))
-
-
-def check_copies_of_checkpoints(front_end: str, path: str) -> None:
+@with_nccl
+@on_nccl(2)
+def test_copies_of_checkpoints_are_pinned_and_waited_for_once(
+    front_end: str, tmp_path: Path
+) -> None:
     one = trained(own_device(), front_end)
-    checkpoint.save(path, *one, step=0)  # the first one gathers the numbers of ranks
+    checkpoint.save(tmp_path, *one, step=0)  # the first one gathers the numbers of ranks
     counts = []
     for call in (
-        lambda: checkpoint.async_save(path, *one, step=1).wait(),
-        lambda: checkpoint.load(path, *one),
-        lambda: checkpoint.save(path, *one, step=2),
+        lambda: checkpoint.async_save(tmp_path, *one, step=1).wait(),
+        lambda: checkpoint.load(tmp_path, *one),
+        lambda: checkpoint.save(tmp_path, *one, step=2),
     ):
         fakecuda.reset_counts()
         call()
         counts.append(fakecuda.counts())
     assert not [name for each in counts for name in each if "pageable" in name]
     assert [fakecuda.host_waits(each) for each in counts[:2]] == [1, 1]
-
-
-@with_nccl
-@both_front_ends
-def test_copies_of_checkpoints_are_pinned_and_waited_for_once(
-    front_end: str, tmp_path: Path
-) -> None:
-    on_nccl(2, check_copies_of_checkpoints, front_end, str(tmp_path))
 
 
 # -- training of other kinds
@@ -317,7 +292,10 @@ def unshard(model: Any) -> None:
     )
 
 
-def check_prefetching(front_end: str) -> None:
+@both_front_ends
+@with_nccl
+@on_nccl(2)
+def test_prefetching(front_end: str) -> None:
     device = own_device()
     options: list[dict[str, Any]] = [{"forward_prefetch": True}, {"limit_all_gathers": False}]
     options += [{"backward_prefetch": each} for each in (None, BackwardPrefetch.BACKWARD_POST)]
@@ -335,12 +313,8 @@ def check_prefetching(front_end: str) -> None:
 
 
 @with_nccl
-@both_front_ends
-def test_prefetching(front_end: str) -> None:
-    on_nccl(2, check_prefetching, front_end)
-
-
-def check_tensor_parallel() -> None:
+@on_nccl(4)
+def test_tensor_parallel_parameters_train_as_with_torch() -> None:
     mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("dp", "tp"))
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     x = torch.full((4, DIM), 1.0 + mesh.get_local_rank("dp"), device=own_device())
@@ -357,91 +331,12 @@ def check_tensor_parallel() -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
-@with_nccl
-def test_tensor_parallel_parameters_train_as_with_torch() -> None:
-    on_nccl(4, check_tensor_parallel)
-
-
-# -- ranks that use different units
-
-
-class Experts(nn.Module):
-    """A layer of every rank, around those that some ranks use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-
-    def forward(self, x: torch.Tensor, used: Sequence[int], how: str) -> torch.Tensor:
-        x = self.first(x)
-        for index in used:
-            block = self.blocks[index]
-            if how in ("reentrant", "recomputed"):
-                x = checkpoint_of(block, x, use_reentrant=how == "reentrant")
-            else:
-                x = block(x)
-        return self.last(x)
-
-
-# Of the first rank and of the second, in two steps; none uses block 2 in the first
-USED = [((0, 1, 3), (1,)), ((0, 1, 2, 3), (0, 3))]
-TWISTED = [((3, 1), (0, 1)), ((1, 0), (2, 0, 3))]
-HOW = {
-    **{how: USED for how in ("plain", "reentrant", "recomputed", "two forwards", "accumulated")},
-    "out of order": TWISTED,
-}
-
-
-def losses_of_experts(
-    model: Any, how: str, ranks: Sequence[int], place: torch.device
-) -> list[float]:
-    """Return the mean losses of the ranks in steps of a model that trains on their data."""
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    losses = []
-    for number, of_ranks in enumerate([*HOW[how], *HOW[how]]):
-        total = torch.zeros((), device=place)
-        for rank in ranks:
-            x = torch.randn(3, DIM, generator=torch.Generator().manual_seed(10 * number + rank))
-            x, used = x.to(place), of_ranks[rank]
-            loss = model(x, used, how).square().mean() / len(ranks)
-            if how == "two forwards":  # the second rank leaves out a block in one
-                loss = loss + model(x, used[rank:], how).square().mean() / len(ranks)
-            elif how == "accumulated":
-                with no_sync(model):
-                    loss.backward()
-                loss = model(x, of_ranks[0], how).square().mean() / len(ranks)
-            loss.backward()
-            total += loss.detach()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total)
-    return [loss.item() for loss in losses]
-
-
-def check_experts(front_end: str, how: str) -> None:
-    device = own_device()
-    with in_order():
-        options: dict[str, Any] = {"units": (Block,), "device_id": device}
-        model = sharded(seeded(Experts), front_end, allow_unused_units=True, **options)
-        own = losses_of_experts(model, how, [dist.get_rank()], device)
-    averages = torch.tensor(own)
-    dist.all_reduce(averages)
-    plain = losses_of_experts(seeded(Experts), how, [0, 1], torch.device("cpu"))
-    assert averages.div(2).tolist() == pytest.approx(plain, rel=1e-5)
-
-
-@with_nccl
-@both_front_ends
-@pytest.mark.parametrize("how", list(HOW))
-def test_ranks_that_use_different_units(front_end: str, how: str) -> None:
-    on_nccl(2, check_experts, front_end, how)
-
-
 # -- mistakes
 
 
-def check_mistakes_with_devices() -> None:
+@with_nccl
+@on_nccl(2)
+def test_modules_on_other_devices_are_refused() -> None:
     device, other = own_device(), torch.device("cuda", 7)
     elsewhere = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(other)
     with pytest.raises(UsageError, match=r"'0\.weight' on 'cuda:7'"):
@@ -460,8 +355,3 @@ def check_mistakes_with_devices() -> None:
             model(batch(device, 0))
         model.to("cpu")
         model(batch(device, 0)).sum().backward()
-
-
-@with_nccl
-def test_modules_on_other_devices_are_refused() -> None:
-    on_nccl(2, check_mistakes_with_devices)

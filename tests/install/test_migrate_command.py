@@ -130,17 +130,6 @@ def test_saving_in_another_file_is_reported_if_a_model_is_wrapped(tmp_path: Path
     assert (tmp_path / "a.py").read_text() == save
 
 
-def test_bad_use_is_one_clear_message(tmp_path: Path) -> None:
-    for arguments, message in (
-        (["migrate", tmp_path / "nowhere"], f"there is no file or directory '{tmp_path}/nowhere'"),
-        (["migrate"], "PATH"),
-        (["run", "absent.py"], "there is no file 'absent.py' in "),
-        (["run"], "expected a program"),
-    ):
-        status, _, err = run(*arguments)
-        assert status == 2 and message in err
-
-
 def test_migrate_imports_neither_torch_nor_the_rest_of_the_package(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text(OLD)
     program = """

@@ -11,14 +11,12 @@ import importlib
 import importlib.util
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.distributed_c10d import _get_default_group
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import _common_utils as torch_utils
@@ -104,36 +102,6 @@ def test_audiocraft_replaces_a_hook_and_reshards_what_stayed_unsharded(
         utils._reshard(unit, unit._handle, True)
         assert not unit._handle._get_padded_unsharded_flat_param().numel()
     assert any(sizes)
-
-
-class DropsShardedTensors(FSDP):
-    """Saves and loads local states by itself."""
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        state = dict(super().state_dict(*args, **kwargs))
-        return {key: value for key, value in state.items() if not isinstance(value, ShardedTensor)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:  # type: ignore[override]
-        current = dict(super().state_dict())
-        for key, value in state.items():
-            current[key].copy_(value)
-
-
-@on_ranks(2)
-@installed
-def test_audiocraft_copies_into_local_states_without_sharded_tensors(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"auto_wrap_policy": BLOCKS, "use_orig_params": True}
-    torch.manual_seed(0)
-    saved = DropsShardedTensors(Stack(2), **options)
-    FSDP.set_state_dict_type(saved, StateDictType.LOCAL_STATE_DICT)
-    assert list(saved.state_dict()) == list(Stack(2).state_dict())
-    torch.save(saved.state_dict(), tmp_path / f"{dist.get_rank()}.pt")
-    other = DropsShardedTensors(Stack(2), **options)
-    FSDP.set_state_dict_type(other, StateDictType.LOCAL_STATE_DICT)
-    other(inputs()).sum().backward()
-    other.load_state_dict(torch.load(tmp_path / f"{dist.get_rank()}.pt", weights_only=True))
-    assert_identical(whole(other), whole(saved))
-    assert_close(other(inputs()), saved(inputs()), "the next forward")
 
 
 # -- OLMo

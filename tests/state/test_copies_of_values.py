@@ -16,7 +16,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import (
@@ -191,31 +190,6 @@ def test_a_fresh_process_reads_files_with_weights_only(tmp_path: Path) -> None:
 
 
 # --- asynchronous saves ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("kind", "config", "form"),
-    [("thread", *FORMS[3]), ("staged in a thread", *FORMS[0])],
-)
-@on_ranks(2)
-def test_training_after_staging_does_not_change_the_saved_values(
-    kind: str, config: Config, form: StateDictType, tmp_path: Path
-) -> None:
-    options: dict[str, Any] = {}
-    if kind == "staged in a thread":
-        options["async_stager"] = DefaultStager(StagingOptions(False, False, True, False))
-    model, optimizer = trained(config, 1)
-    expected = cloned(states(model, optimizer, FULL))
-    state = states(model, optimizer, form)
-    future: Any = dcp.async_save(state, checkpoint_id=tmp_path, **options)
-    if kind == "staged in a thread":
-        future.staging_completion.result()
-        future = future.upload_completion
-    train(model, optimizer, range(STEPS, STEPS + 2))
-    future.result()
-    state = states(*trained(config, 7), form)
-    dcp.load(state, checkpoint_id=tmp_path)
-    assert_loads(state, expected, config, kind)
 
 
 # --- local shards replaced by user code ------------------------------------------------------

@@ -97,29 +97,6 @@ def test_units_in_containers_twice_and_in_checkpoint_wrappers_leave_no_trace_in_
 
 
 @on_ranks(2)
-def test_values_are_compact_copies_and_only_rank_0_gets_them_if_asked() -> None:
-    plain = make_model()
-    expected, block = plain.state_dict(), plain.blocks[0].state_dict()
-    for config in (*FEW_CONFIGS, ("NO_SHARD", True, "none")):
-        model = shard(copy.deepcopy(plain), config)
-        for rank0_only in (False, True):
-            form = FullStateDictConfig(offload_to_cpu=rank0_only, rank0_only=rank0_only)
-            with FSDP.state_dict_type(model, FULL, form):
-                found = model.state_dict()
-                inner = model.blocks[0].state_dict() if config[2] == "blocks" else block
-            if rank0_only and dist.get_rank() != 0:
-                assert not found and (not inner or inner is block)
-                continue
-            assert_plain(found, expected)
-            assert_plain(inner, block)
-            for name, parameter in plain.named_parameters():
-                assert found[name].untyped_storage().nbytes() == parameter.nbytes, name
-                if not name.startswith("ignored"):
-                    found[name].fill_(7.0)  # a copy is the caller's
-        assert_plain(model.state_dict(), expected)
-
-
-@on_ranks(2)
 def test_saving_and_summoning_between_and_within_steps_change_nothing() -> None:
     tokens = torch.tensor([1, 2, 3, 4, 5])
 
@@ -411,24 +388,6 @@ def lazily(state: dict[str, Any]) -> dict[str, Any]:
         name: Lazy(value.clone, value) if isinstance(value, Tensor) else value
         for name, value in state.items()
     }
-
-
-@pytest.mark.parametrize("config", [FLAT, ORIGINAL, UNSHARDED, ("HYBRID_SHARD", False, "blocks")])
-@on_ranks(3)
-def test_lazy_values_load_like_tensors(config: Config) -> None:
-    wanted = make_model(1).state_dict()
-    real = {n for n, v in wanted.items() if isinstance(v, Tensor) and v.is_floating_point()}
-    half = {name: v.half() if name in real else v for name, v in wanted.items()}
-    model = shard(make_model(2), config)
-    model.load_state_dict(lazily(half))
-    expected = {name: half[name].to(v.dtype) if name in real else v for name, v in wanted.items()}
-    assert_same(model.state_dict(), expected)
-    block = make_model(3).blocks[0].state_dict()
-    model.blocks[0].load_state_dict(lazily(block))
-    assert_same(model.blocks[0].state_dict(), block)
-    with FSDP.summon_full_params(model):
-        assert str(model.load_state_dict(lazily(wanted))) == "<All keys matched successfully>"
-    assert_same(model.state_dict(), wanted)
 
 
 def wrapped_stack(seed: int) -> FSDP:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-import itertools
-import os
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -26,23 +23,16 @@ from fsdp_compat import (
     LocalStateDictConfig,
     ShardingStrategy,
     StateDictType,
-    checkpoint,
 )
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.wrap import ModuleWrapPolicy
-from tests.engine.test_mapped_shards import Wide, wide_batch
-from tests.support.models import Block
 from tests.support.odd_model import (
     assert_holds,
-    assert_identical,
     assert_same,
-    cloned,
     local_tensors,
 )
 from tests.support.optimizer_state import num_sent, storages_of
-from tests.support.parity import make_pair, seeded
 from tests.support.ranks import on_ranks, run_ranks
-from tests.support.same_host import MAPPED, NOT_MAPPED
 
 LOCAL = StateDictType.LOCAL_STATE_DICT
 
@@ -294,27 +284,3 @@ def test_the_form_is_set_and_read_for_submodules_and_containers() -> None:
     assert list(state) == ["unit._flat_param", "plain.weight", "plain.bias"]
     assert str(target.load_state_dict(state)) == "<All keys matched successfully>"
     assert_same(target.state_dict(), around.state_dict())
-
-
-# --- with and without padding to whole pages ------------------------------------------------------
-
-
-@on_ranks(3, environment=MAPPED)
-def test_checkpoints_and_local_state_dicts_move_to_layouts_without_pages_and_back(
-    tmp_path: Path,
-) -> None:
-    """Those without pages are cut as torch's."""
-    for step, layouts in enumerate(itertools.permutations(({}, NOT_MAPPED))):
-        with mock.patch.dict(os.environ, layouts[0]):
-            pair = make_pair(Wide, (Block,))
-        pair.step(batch=wide_batch)
-        path = checkpoint.save(tmp_path, pair.model, pair.optim, step=step)
-        with mock.patch.dict(os.environ, layouts[1]):
-            other = make_pair(Wide, (Block,), seed=1)
-        checkpoint.load(path, other.model, other.optim)
-        assert_identical(other.model.state_dict(), pair.model.state_dict())
-        other.model.load_state_dict(seeded(Wide).state_dict())
-        if step:  # into one that is cut in pages
-            with FSDP.state_dict_type(other.model, LOCAL):
-                other.model.load_state_dict(cloned(local_state(pair.model)))
-            assert_identical(other.model.state_dict(), pair.model.state_dict())

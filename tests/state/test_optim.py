@@ -28,7 +28,6 @@ from tests.support.odd_model import (
     Block,
     Config,
     assert_same,
-    by_rank,
     make_model,
     shard,
     stack,
@@ -266,15 +265,6 @@ def test_a_dict_missing_or_refused_on_one_rank_is_refused_on_all() -> None:
     assert_equal_states(found, given(state, False))  # nothing is left behind
 
 
-@on_ranks(2)
-def test_an_optimizer_of_some_parameters_loads_their_part_of_a_dict() -> None:
-    model, everything = sharded(("FULL_SHARD", True, "blocks"), "Adam")
-    full = full_state(model, everything)
-    part = OPTIMIZERS["Adam"](model.module.blocks[1].parameters())
-    expected = {n: entry for n, entry in full["state"].items() if n.startswith("blocks.1.")}
-    assert_same(load(model, part, full), expected)
-
-
 # --- before the first step ------------------------------------------------------------------------
 
 
@@ -298,19 +288,6 @@ def test_a_template_is_what_a_first_step_makes_and_changes_nothing() -> None:
         }
         steps = [entry["step"] for entry in optimizer.state.values() if "step" in entry]
         assert len({id(step) for step in steps}) == len(steps), "each has a count of its own"
-
-
-@on_ranks(3)
-def test_a_rank_without_state_adds_none_to_the_others() -> None:
-    net = nn.Sequential(nn.Linear(1, 2, bias=False), nn.Linear(8, 8))  # the first on rank 0 alone
-    model = FSDP(net, use_orig_params=True, auto_wrap_policy={"Linear"})
-    optimizer = torch.optim.Adam([p for p in model.parameters() if p.numel()])
-    used = net[0].weight
-    used.grad = torch.ones_like(used) if used.numel() else None
-    optimizer.step()
-    assert by_rank(bool(optimizer.state)) == [True, False, False]
-    state = sharded_state(model, optimizer)["state"]
-    assert state.keys() == {"0.weight"} and state["0.weight"]["step"] == 1
 
 
 # --- torch's FSDP1 --------------------------------------------------------------------------------

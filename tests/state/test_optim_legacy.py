@@ -3,12 +3,10 @@ their values are also in test_matrix.py."""
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import OptimStateKeyType
@@ -41,16 +39,6 @@ LOADS = (
     *("flatten_sharded_optim_state_dict", "rekey_optim_state_dict"),
 )
 SHARD, SCATTER, FLATTEN, REKEY = LOADS
-
-
-def test_signatures_are_torchs() -> None:
-    for name in (*SAVES, *LOADS):
-        ours, theirs = (
-            inspect.signature(getattr(cls, name)).parameters.values() for cls in (FSDP, TorchFSDP)
-        )
-        assert [(p.name, p.kind, p.default) for p in ours] == [
-            (p.name, p.kind, p.default) for p in theirs
-        ], name
 
 
 def called(name: str, *args: Any, **kwargs: Any) -> Any:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import itertools
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -28,7 +27,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.errors import CheckpointError, UsageError
@@ -44,7 +42,6 @@ from tests.support.odd_model import (
     run_of,
     settings_by_name,
     shard,
-    state_by_name,
     train,
 )
 from tests.support.ranks import on_ranks
@@ -197,32 +194,6 @@ def test_several_optimizers_share_one_dict() -> None:
         assert_in_state(model, both, run)
 
 
-def _in_container(seed: int, wrap: Callable[[Any], Any], beside: Callable[[Any], Any]) -> Any:
-    """A model in a module that is not wrapped, beside a parameter of it, after a step."""
-    model = nn.ModuleDict({"inner": wrap(make_model(seed)), "beside": beside(nn.Linear(2, 3))})
-    optimizer = make_optimizer("Adam", model)
-    for parameter in (p for p in model.parameters() if p.requires_grad):
-        parameter.grad = torch.full_like(parameter, 0.5 + seed)
-    optimizer.step()
-    return model, optimizer
-
-
-@on_ranks(2)
-def test_names_in_containers_and_below_ddp_are_those_of_the_unwrapped_model() -> None:
-    """Those in compiled and recomputed modules are in test_compiled.py."""
-    plain, reference = _in_container(1, lambda inner: inner, lambda linear: linear)
-    run = {"model": plain.state_dict(), "optim": state_by_name(plain, reference)}
-    for config, options in itertools.product(CONFIGS[:2], (None, FULL, ON_RANK0)):
-        wrap = functools.partial(shard, config=config)
-        model, optimizer = _in_container(1, wrap, DistributedDataParallel)
-        assert_in_state(model, optimizer, run)
-        state, optim = copy.deepcopy(get_state_dict(model, optimizer, options=options))
-        assert options is not ON_RANK0 or bool(state) is bool(optim) is (dist.get_rank() == 0)
-        other, its = _in_container(2, wrap, DistributedDataParallel)
-        set_state_dict(other, its, model_state_dict=state, optim_state_dict=optim, options=options)
-        assert_in_state(other, its, run)
-
-
 @on_ranks(2)
 def test_rank_local_state_returns_to_its_rank(tmp_path: Path) -> None:
     warnings.simplefilter("ignore")  # ours says what cannot be resharded
@@ -246,29 +217,6 @@ def test_rank_local_state_returns_to_its_rank(tmp_path: Path) -> None:
 
 
 # --- the first step -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("kind", "config"), [("Adam", CONFIGS[0]), ("SGD", CONFIGS[1])])
-@on_ranks(2)
-def test_taking_the_state_of_an_optimizer_without_state_changes_nothing(
-    kind: str, config: Config
-) -> None:
-    left_alone, asked = shard(make_model(), config), shard(make_model(), config)
-    one, other = make_optimizer(kind, left_alone), make_optimizer(kind, asked)
-    empty = get_optimizer_state_dict(asked, other, options=FULL)
-    assert not other.state and all(p.grad is None for p in asked.parameters())
-    assert set(empty["state"]) == set(run_of(kind)["optim"]["state"])
-    for key in {"Adam": ("step", "exp_avg", "exp_avg_sq"), "SGD": ("momentum_buffer",)}[kind]:
-        assert all(not entry[key].any() for entry in empty["state"].values())
-    asked(torch.arange(3)).sum().backward()
-    grads = [p.grad for p in asked.parameters()]
-    again = get_optimizer_state_dict(asked, other, options=FULL)
-    assert_same_optim(again, empty, "with gradients that wait")
-    assert all(p.grad is grad for p, grad in zip(asked.parameters(), grads, strict=True))
-    set_model_state_dict(asked, make_model().state_dict(), options=FULL)
-    losses = train(left_alone, one, range(2))
-    set_optimizer_state_dict(asked, other, empty, options=FULL)
-    assert train(asked, other, range(2)) == losses
 
 
 @on_ranks(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -14,34 +15,37 @@ import torch.distributed as dist
 from fsdp_compat import _torch_private
 from tests.support import emulated, fakecuda
 from tests.support.order import Op
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.twin import Work, device_named, group_of
 
-on_nccl = functools.partial(run_ranks, backend="cpu:gloo,cuda:nccl")
+NCCL = "cpu:gloo,cuda:nccl"
+on_nccl = functools.partial(on_ranks, backend=NCCL)
 Recording = emulated.Recording | fakecuda.Recording
 
 
-def run_on(name: str, function: Callable[..., Any], *args: Any) -> None:
-    """Call ``function(device, *args)`` on two ranks with NCCL where torch runs on fakecuda, else on
-    one rank on the device of this name."""
-    if fakecuda.is_used():
-        on_nccl(2, _with_own_device, function, *args)
-    else:
-        run_ranks(1, _alone, name, function, *args)
+def on_the_device(test: Callable[..., None]) -> Callable[..., None]:
+    """Run the body of a test on two ranks with NCCL where torch runs on fakecuda, else on one rank
+    on the device of the fixture."""
+
+    @functools.wraps(test)
+    def run(**arguments: Any) -> None:
+        ranks, backend = (2, NCCL) if fakecuda.is_used() else (1, "gloo")
+        run_ranks(ranks, _body, test.__module__, test.__name__, arguments, backend=backend)
+
+    return run
 
 
 def own_device() -> torch.device:
     return torch.device("cuda", dist.get_rank())
 
 
-def _with_own_device(function: Callable[..., Any], *args: Any) -> None:
-    function(own_device(), *args)
-
-
-def _alone(name: str, function: Callable[..., Any], *args: Any) -> None:
-    device = device_named(name)
+def _body(module: str, name: str, arguments: dict[str, Any]) -> None:
+    test = getattr(importlib.import_module(module), name).__wrapped__
+    if fakecuda.is_used():
+        return test(**{**arguments, "device": own_device()})
+    device = device_named(arguments["device"])
     with group_of(1, device):
-        function(device, *args)
+        test(**{**arguments, "device": device})
 
 
 @contextlib.contextmanager

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-import select
 import signal
-import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -27,22 +24,10 @@ ROOT = Path(__file__).parents[2]
 Failure = tuple[tuple[int, ...], str]
 
 
-def _identity(scale: int, *, offset: int = 0) -> tuple[int, int, int]:
-    return dist.get_rank() * scale + offset, dist.get_world_size(), os.getpid()
-
-
 def _sum() -> float:
     total = torch.ones(())
     dist.all_reduce(total)
     return total.item()
-
-
-def test_every_rank_has_its_number_and_arguments_in_processes_that_are_kept() -> None:
-    pids = run_ranks(4, os.getpid)
-    assert len(set(pids)) == 4
-    for n in (1, 2, 3, 4):
-        results = run_ranks(n, _identity, 10, offset=3)
-        assert results == [(10 * rank + 3, n, pids[rank]) for rank in range(n)]
 
 
 @on_ranks(2, environment={"ON_RANKS": "yes"})
@@ -132,12 +117,6 @@ def _raises_on(ranks: tuple[int, ...]) -> None:
         raise ValueError(f"bad value on rank {dist.get_rank()}")
 
 
-def _sleeps_while_the_other_raises() -> None:
-    if dist.get_rank() == 0:
-        raise ValueError("the one that failed")
-    time.sleep(600)
-
-
 def test_every_failed_rank_is_shown_with_traceback_and_output() -> None:
     pids = run_ranks(3, os.getpid)
     failed, message = failure_of(3, _raises_on, (0, 2))
@@ -199,47 +178,3 @@ def test_a_rank_that_hangs_is_reported_with_its_stack(lost: None) -> None:
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
-
-
-def test_a_failure_is_shown_when_another_rank_does_not_come_back(
-    lost: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ranks, "GRACE_S", 0.3)
-    started = time.perf_counter()
-    failed, message = failure_of(2, _sleeps_while_the_other_raises, timeout=240)
-    assert time.perf_counter() - started < 120, "the time limit was not waited for"
-    assert failed == (0,)
-    assert "ValueError: the one that failed" in message
-    assert "in _sleeps_while_the_other_raises" in message.partition("stacks of rank 1")[2]
-
-
-# --- the end of pytest ---
-
-
-def _tells_and_sleeps(path: str) -> None:
-    Path(path).write_text(str(os.getpid()))
-    time.sleep(600)
-
-
-_PARENT = """
-import signal, sys
-from tests.support.ranks import run_ranks
-from tests.support.test_ranks import _tells_and_sleeps
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
-for _ in range(2):
-    try:
-        run_ranks(1, _tells_and_sleeps, sys.argv[1])
-    except KeyboardInterrupt:
-        pass
-"""
-
-
-def test_rank_processes_end_with_their_call_or_their_parent(tmp_path: Path) -> None:
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    with subprocess.Popen([sys.executable, "-c", _PARENT, str(pipe)], cwd=ROOT) as parent:
-        for ending in (signal.SIGINT, signal.SIGKILL):
-            end = os.pidfd_open(int(pipe.read_text()))
-            parent.send_signal(ending)
-            assert select.select([end], [], [], 10)[0], f"a rank process outlived {ending.name}"
-            os.close(end)

@@ -25,7 +25,6 @@ import fsdp_compat
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import MixedPrecision, _torch_private
 from fsdp_compat._engine.group import Group
-from fsdp_compat.sharded_grad_scaler import ShardedGradScaler
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support import emulated
 from tests.support.engine_build import gather_form
@@ -250,7 +249,6 @@ class Step:
     """Options of a step."""
 
     backwards: int = 1  # all but the last under no_sync
-    max_norm: float | None = None  # clip
     forward_in: Place = contextlib.nullcontext  # such as a stream
     backward_in: Place = contextlib.nullcontext
 
@@ -308,43 +306,27 @@ class Twin(Pair):
         out = torch.func.functional_call(self.plain, low, (x.to(self.dtype),))
         return out.float().pow(2).mean()
 
-    def step(  # type: ignore[override]
-        self, how: Step | None = None, scaler: ShardedGradScaler | None = None
-    ) -> None:
+    def step(self) -> None:  # type: ignore[override]
         """Train both, and compare losses, gradients and parameters."""
-        how = how or Step()
-        inputs = self.inputs(how.backwards)
-        losses = self._backwards(inputs, how, scaler)
-        for x, loss in zip(inputs, losses, strict=True):
-            expected = self.plain_loss(x)
-            expected.backward()
-            assert_close(loss, expected, "loss", self.tolerance)
-        if scaler is None:
-            self.compare_gradients()
-        if how.max_norm is not None:
-            norm = nn.utils.clip_grad_norm_(self.plain.parameters(), how.max_norm)
-            assert_close(self.model.clip_grad_norm_(how.max_norm), norm, "norm", self.tolerance)
-        if scaler is not None:
-            scaler.step(self.optim)
-            scaler.update()
-            self.optim.zero_grad()  # so that ``update`` steps the unsharded copy alone
+        (x,) = self.inputs()
+        loss, expected = self.loss(x), self.plain_loss(x)
+        for each in (loss, expected):
+            each.backward()
+        assert_close(loss, expected, "loss", self.tolerance)
+        self.compare_gradients()
         self.update()
         assert all(error.item() <= self.tolerance for error in self.transfers.own_errors), (
             "a shard was sent before it was written"
         )
         self.transfers.own_errors.clear()
 
-    def _backwards(
-        self, inputs: Sequence[torch.Tensor], how: Step, scaler: ShardedGradScaler | None = None
-    ) -> list[torch.Tensor]:
-        losses = []
+    def _backwards(self, inputs: Sequence[torch.Tensor], how: Step) -> None:
         for number, x in enumerate(inputs, 1):
             with contextlib.nullcontext() if number == len(inputs) else no_sync(self.model):
                 with how.forward_in():
-                    losses.append(self.loss(x))
+                    loss = self.loss(x)
                 with how.backward_in():
-                    (losses[-1] if scaler is None else scaler.scale(losses[-1])).backward()
-        return losses
+                    loss.backward()
 
     def steps_together(self, num_steps: int, how: Step) -> None:
         """Take steps with both models, and compare parameters at the end. Before, the host waits
@@ -374,15 +356,11 @@ def twin_of(
     ranks: int = 8,
     build: Callable[[], nn.Module] = Stack,
     units: Collection[type[nn.Module]] = (Block,),
-    *,
-    mesh: tuple[int, ...] = (),
     **options: Any,
 ) -> Iterator[Twin]:
-    """A twin that can take steps. units: of FSDP. mesh: of the ranks. options: of Twin."""
+    """A twin that can take steps. units: of FSDP. options: of Twin."""
     place = device_named(device)
     with group_of(ranks, place):
-        if mesh:
-            options["device_mesh"] = init_device_mesh(place.type, mesh)
         if "front_end" not in options:
             options["auto_wrap_policy"] = ModuleWrapPolicy(units)
         twin = Twin(build, place, ranks, **options)

@@ -9,7 +9,8 @@ pickles; the depth and the number of nested values, also by references; shapes (
 elements); the sizes of a mesh; the boxes that the placements of a DTensor cut it into. Not bounded:
 what ``pickle.Unpickler`` or ``json`` needs for a crafted input, see `pickles`.
 
-- ``archive``: what a checkpoint holds; ``tree``, ``optimizer_tree``: the sections of nested values
+- ``archive``: what a checkpoint holds; ``tree``, ``optimizer_tree``: the sections of the nested
+  values that a reader returns
 - ``recognition``: which kind it is; ``paths``: names from untrusted files
 - ``reader``: the values; ``writers``: what writers share; ``threads``: work on many tensors;
   ``walk``: nested values
@@ -17,8 +18,8 @@ what ``pickle.Unpickler`` or ``json`` needs for a crafted input, see `pickles`.
 Readers and writers, by format:
 
 - native: ``native``; safetensors: ``safetensors_files``; torch.save: ``torch_save``, on ``pickles``
-- one file per rank: ``rank_files``, ``rank_merge``, ``sharded_records``; flat parameters of FSDP1:
-  ``flat_files``, ``shapes``
+- several files of torch.save: ``rank_files``, ``rank_merge``, ``sharded_records``; flat parameters
+  of FSDP1: ``flat_files``
 - torch.distributed.checkpoint: ``dcp``; directories of Accelerate, Lightning and others:
   ``client_directories``
 

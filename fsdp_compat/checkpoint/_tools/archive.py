@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -50,12 +50,45 @@ class Span:
 
 
 @dataclasses.dataclass(frozen=True)
+class Chunk:
+    """A range of a file that is a file in itself, and is opened when its elements are needed."""
+
+    path: Path
+    start: int
+    nbytes: int
+    open: Callable[[], Span] = dataclasses.field(compare=False, repr=False)
+    # ^ raises CheckpointError unless the range holds what was announced; OSError
+
+    @functools.cached_property
+    def span(self) -> Span:
+        return self.open()
+
+
+@dataclasses.dataclass(frozen=True)
 class StoredPiece:
     """A part of a tensor, and where its elements are."""
 
     box: Box
-    source: Span | torch.Tensor  # a small tensor on the CPU, of the sizes of the box
+    place: Span | Chunk | torch.Tensor  # a small tensor on the CPU, of the sizes of the box
     holder: int | None = None  # the rank that wrote it, if the format says so
+
+    @property
+    def source(self) -> Span | torch.Tensor:
+        """Where the elements are. Opens a chunk, and raises what ``Chunk.open`` raises."""
+        return self.place.span if isinstance(self.place, Chunk) else self.place
+
+    @property
+    def path(self) -> Path | None:
+        return None if isinstance(self.place, torch.Tensor) else self.place.path
+
+    @property
+    def record(self) -> tuple[int, Path, int] | None:
+        """The bytes, file and first byte of the zip record, or of the unopened chunk, if any."""
+        if isinstance(self.place, Chunk):
+            return self.place.nbytes, self.place.path, self.place.start
+        if isinstance(self.place, torch.Tensor) or self.place.checksum is None:
+            return None
+        return self.place.checksum.nbytes, self.place.path, self.place.checksum.start
 
     def inside(self, box: Box, itemsize: int) -> StoredPiece | None:
         """Return the elements that lie in a box of the tensor, or None."""
@@ -63,11 +96,12 @@ class StoredPiece:
         if common is None or common == self.box:
             return self if common else None
         starts = tuple(map(int.__sub__, common.offsets, self.box.offsets))
-        if isinstance(self.source, torch.Tensor):
-            source: Span | torch.Tensor = self.source[slices(Box(starts, common.sizes))]
+        source = self.source
+        if isinstance(source, torch.Tensor):
+            source = source[slices(Box(starts, common.sizes))]
         else:
-            first = sum(map(int.__mul__, starts, self.source.strides))
-            source = dataclasses.replace(self.source, start=self.source.start + first * itemsize)
+            first = sum(map(int.__mul__, starts, source.strides))
+            source = dataclasses.replace(source, start=source.start + first * itemsize)
         return StoredPiece(common, source, self.holder)
 
 
@@ -136,12 +170,22 @@ class StoredTensor:
         return self.numel * self.dtype.itemsize
 
 
+class Content(NamedTuple):
+    """What files hold, before it is divided into sections, see `tree`."""
+
+    path: Path
+    kind: str  # for people: "safetensors", "torch.distributed.checkpoint", ...
+    tree: Any  # nested containers of StoredTensors and plain values
+    world_size: int | None = None  # number of ranks that wrote it, if the files say so
+    left_out: Sequence[str] = ()  # what could not be read, and why
+
+
 @dataclasses.dataclass
 class Archive:
     """The content of one checkpoint. Names are those of the unwrapped, uncompiled model."""
 
     path: Path
-    kind: str  # for people: "safetensors", "torch.distributed.checkpoint", ...
+    kind: str
     tensors: dict[str, StoredTensor]  # of the model, in the order of the files
     aliases: dict[str, str] = dataclasses.field(default_factory=dict)
     # ^ second names of tied tensors: the name that ``tensors`` has
@@ -155,10 +199,10 @@ class Archive:
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
     # ^ everything else: containers of plain values and StoredTensors
     as_saved: Any = None  # the nested values before they came into sections; None: not known
-    world_size: int | None = None  # number of ranks that wrote it, if the files say so
+    world_size: int | None = None
     step: int | None = None
     checksums: dict[Path, FileFacts] = dataclasses.field(default_factory=dict)
-    left_out: list[str] = dataclasses.field(default_factory=list)  # what could not be read, and why
+    left_out: list[str] = dataclasses.field(default_factory=list)
 
     def all_tensors(self) -> Iterator[tuple[str, StoredTensor]]:
         """Yield every tensor with its path, which begins with "model", "optimizer" or "extra"."""

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
+from .._blocks import damaged
 from .._texts import brief, count_in, found_in, parse_json, read_text
-from .archive import Archive
-from .dcp import damaged_dcp, is_dcp, tree_of
+from .archive import Archive, Content
+from .dcp import is_dcp, read_dcp
+from .flat_files import Shapes
 from .paths import member, require_inside
-from .rank_files import tree_of_ranks
-from .safetensors_files import read_safetensors, weight_map
-from .shapes import Shapes
+from .rank_files import read_rank_files, read_torch_save
+from .safetensors_files import read_safetensors
 from .torch_save import read_torch_file
 from .tree import archive_of
 
@@ -58,15 +59,24 @@ def read_client_directory(
     names = sorted(os.listdir(path))
     parts, plain = _fsdp_parts(path, names), _plain_models(path, names)
     has_models = any(key.startswith("model") for key in parts)
-    is_signed = any(_SIGNS.fullmatch(name) for name in names)
+    is_signed = any(map(_SIGNS.fullmatch, names))
     if not (has_models or (plain and (parts or is_signed)) or (parts and is_signed)):
         return None
-    archive = _opened(path, parts if has_models else {**plain, **parts}, shapes, ignore_class)
+    sections: dict[str, Any] = {}
+    world_sizes, left_out = [0], list[str]()
+    used = parts if has_models else {**plain, **parts}
+    for key in sorted(used, key=lambda key: (len(key), key)):
+        found = _read(used[key], shapes, ignore_class)
+        inside = found.tree.get(key.partition("_")[0]) if isinstance(found.tree, dict) else None
+        sections[key] = inside if isinstance(inside, dict) else found.tree
+        world_sizes.append(found.world_size or 0)
+        left_out += [f"{key}: {text}" for text in found.left_out]
     if has_models:
         copies = [file.name for files in plain.values() for file in files]
-        archive.left_out += [f"{name}: a further copy of the model" for name in copies]
+        left_out += [f"{name}: a further copy of the model" for name in copies]
+    kind = "Trainer" if _TRAINER_STATE in names else "Accelerate"
+    archive = archive_of(Content(path, kind, sections, max(world_sizes) or None, left_out))
     archive.as_saved = None  # the files are several
-    archive.kind = "Trainer" if _TRAINER_STATE in names else "Accelerate"
     _add_values(archive, path, names, ignore_class)
     return archive
 
@@ -79,12 +89,13 @@ def _with_values_beside(path: Path, ignore_class: Collection[str]) -> Archive | 
     name = next((name for name in _BESIDE_DCP if (path / name).is_file()), None)
     if name is None:
         return None
-    tree, world_size, left_out = tree_of(path)
+    content = read_dcp(path)
+    left_out = [*content.left_out]
     values = _torch_values(member(path, name), left_out, ignore_class)
     values = values if isinstance(values, dict) else {"values": values}
     kind = "Lightning" if "pytorch-lightning_version" in values else _BESIDE_DCP[name]
-    tree = {**values, **tree}
-    return archive_of(path, kind, tree, world_size, left_out)
+    tree = {**values, **content.tree}
+    return archive_of(content._replace(kind=kind, tree=tree, left_out=left_out))
 
 
 def _torch_values(path: Path, left_out: list[str], ignore_class: Collection[str]) -> Any:
@@ -137,49 +148,16 @@ def _plain_models(path: Path, names: Iterable[str]) -> _Parts:
     return found
 
 
-def _opened(
-    path: Path, parts: _Parts, shapes: Shapes | None, ignore_class: Collection[str]
-) -> Archive:
-    """Return all models and optimizers, the first ones first."""
-    sections: dict[str, Any] = {}
-    world_sizes, left_out = [0], list[str]()
-    for key in sorted(parts, key=lambda key: (len(key), key)):
-        found, world_size, texts = _read(parts[key], shapes, ignore_class)
-        inside = found.get(key.partition("_")[0]) if isinstance(found, dict) else None
-        sections[key] = inside if isinstance(inside, dict) else found
-        world_sizes.append(world_size or 0)
-        left_out += [f"{key}: {text}" for text in texts]
-    return archive_of(path, "", sections, max(world_sizes) or None, left_out)
-
-
-def _read(
-    files: list[Path], shapes: Shapes | None, ignore_class: Collection[str]
-) -> tuple[Any, int | None, list[str]]:
-    """Return the nested values of one part, the number of ranks, and what could not be read."""
+def _read(files: list[Path], shapes: Shapes | None, ignore_class: Collection[str]) -> Content:
+    """Return one model or optimizer."""
     first = files[0]
     if first.is_dir():
-        return tree_of(first)
+        return read_dcp(first)
     if len(files) > 1 or "_rank" in first.name:
-        return tree_of_ranks(files, shapes, ignore_class)
+        return read_rank_files(files, shapes, ignore_class)
     if ".safetensors" in first.name:
-        weights = read_safetensors(first)
-        return weights.tensors, None, weights.left_out
-    read = tensors_of_index if first.suffix == ".json" else read_torch_file
-    return read(first, ignore_class=ignore_class), None, []
-
-
-def tensors_of_index(index: Path, ignore_class: Collection[str] = ()) -> dict[str, Any]:
-    """Return the model in the files that an index lists. Raises CheckpointError; OSError."""
-    trees: dict[str, Any] = {}
-    found = {}
-    for name, file in weight_map(index).items():
-        path = require_inside(index.parent, index.parent / file)
-        if file not in trees:
-            trees[file] = read_torch_file(path, ignore_class=ignore_class)
-        if not isinstance(trees[file], dict) or name not in trees[file]:
-            raise damaged_dcp(path, f"no tensor {name!r:.200}, which {index.name} lists")
-        found[name] = trees[file][name]
-    return found
+        return read_safetensors(first)
+    return read_torch_save(first, shapes, ignore_class)
 
 
 def _add_values(
@@ -188,21 +166,17 @@ def _add_values(
     """Enter the step and the plain values beside model and optimizer."""
     for name in names:
         if match := _VALUES.fullmatch(name):
-            values = _torch_values(
-                require_inside(path, path / name), archive.left_out, ignore_class
-            )
+            file = require_inside(path, path / name)
+            values = _torch_values(file, archive.left_out, ignore_class)
             if values != {}:
                 archive.extra[match[1]] = values
         elif _OF_ONE_PROCESS.fullmatch(name):
             archive.left_out.append(f"{name}: state of one process")
         elif name == _TRAINER_STATE:
-            archive.step = _trainer_step(require_inside(path, path / name))
+            file = require_inside(path, path / name)
             archive.left_out.append(f"{name}: the Trainer's log; its step was read")
-
-
-def _trainer_step(path: Path) -> int | None:
-    try:
-        step = parse_json(read_text(path)).get("global_step")
-        return None if step is None else count_in(step)
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise damaged_dcp(path, brief(error)) from error
+            try:
+                step = parse_json(read_text(file)).get("global_step")
+                archive.step = None if step is None else count_in(step)
+            except (ValueError, TypeError, AttributeError, RecursionError) as error:
+                raise damaged(file, "the Trainer's state, as JSON", brief(error)) from error

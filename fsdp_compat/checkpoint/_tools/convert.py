@@ -22,12 +22,12 @@ from .._directory import step_in
 from .._publishing import published, require_free
 from .archive import Archive, StoredTensor, is_user
 from .dcp import is_dcp, write_dcp
+from .flat_files import Shapes
 from .native import write_native
 from .optimizer_tree import name_optimizer
 from .reader import Files
 from .recognition import open_archive, problems_of
-from .safetensors_files import write_safetensors, write_safetensors_file
-from .shapes import Shapes
+from .safetensors_files import write_safetensors
 from .torch_save import state_dict_of, write_torch
 from .walk import LEFT_OUT, map_leaves
 from .writers import WriteOptions, nbytes_to_write
@@ -44,7 +44,9 @@ class _Format:
 
 FORMATS = {
     "safetensors": _Format(write_safetensors, False),
-    "safetensors-file": _Format(write_safetensors_file, False, (".safetensors",)),
+    "safetensors-file": _Format(
+        functools.partial(write_safetensors, in_one_file=True), False, (".safetensors",)
+    ),
     "torch": _Format(write_torch, True, (".pt", ".pth", ".bin", ".ckpt")),
     "dcp": _Format(write_dcp, True),
     "native": _Format(write_native, True),

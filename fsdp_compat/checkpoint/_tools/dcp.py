@@ -7,6 +7,8 @@ file in memory, and needs one process per rank."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 import os
 import pickle
@@ -24,23 +26,38 @@ from ..._torch_private import place_in_file
 from ...errors import CheckpointError, UsageError
 from .._blocks import damaged, new_file, sync_directory
 from .._header import TensorInfo, is_quantized, read_header
-from .._texts import brief, count_in, found_in, parse_json, read_text, shape_in, text_in
-from .archive import Archive, NotRead, StoredPiece, StoredTensor, coverage_problem, whole_box
+from .._texts import (
+    brief,
+    count_in,
+    found_in,
+    identity_of,
+    open_file,
+    shape_in,
+    text_in,
+)
+from .archive import (
+    Archive,
+    Chunk,
+    Content,
+    NotRead,
+    Span,
+    StoredPiece,
+    StoredTensor,
+    coverage_problem,
+    whole_box,
+)
 from .paths import member
 from .pickles import Record
 from .reader import SLAB_NBYTES, Files, read_all, read_box
 from .safetensors_files import of_info
 from .threads import for_each
 from .torch_save import ZIP, read_torch_range, state_dict_of, unpickle
-from .tree import archive_of
 from .walk import LEFT_OUT
 from .writers import WriteOptions, dtype_to_write
 
 KIND = "torch.distributed.checkpoint"
 _OF_RANK = re.compile(r"__(\d{1,9})\.metadata")
 _FILE_OF_RANK = re.compile(r"__(\d{1,9})_\d+\.distcp")
-_SHARD = re.compile(r"shard-(\d{5})-model-\d{5}-of-\d{5}\.safetensors")  # from 1 on
-_SHARDING = "DCP_SHARDING_INFO"
 _MAX_BYTES = 100_000_000  # of pickled values, together
 _MAX_GAPS = 100_000  # in lists, together
 
@@ -48,7 +65,7 @@ _Keys = tuple[str | int, ...]
 
 
 class _FileRange(NamedTuple):
-    """A range of bytes in a file of the directory. ``file`` is not checked yet."""
+    """A range of bytes in a file of the directory, neither of which is checked yet."""
 
     file: str
     start: int
@@ -70,53 +87,32 @@ def is_dcp(path: Path) -> bool:
     return path.is_dir() and bool(_metadata_files(path))
 
 
-def read_dcp(path: Path) -> Archive:
+def read_dcp(path: Path) -> Content:
     """Return what is described by ``.metadata``, or by ``__0.metadata``, ... of ranks that do not
     coordinate. Raises CheckpointError for damage, gaps and overlaps; OSError."""
-    return archive_of(path, KIND, *tree_of(path))
-
-
-def is_sharded_safetensors(path: Path) -> bool:
-    """Return whether a directory was written by HuggingFaceStorageWriter with save_distributed."""
-    return path.is_dir() and any(map(_SHARD.fullmatch, os.listdir(path)))
-
-
-def read_sharded_safetensors(path: Path) -> Archive:
-    """Return the content. A missing last file may go unnoticed: shapes follow from parts."""
-    names = sorted(filter(_SHARD.fullmatch, os.listdir(path)))
-    entries = itertools.chain.from_iterable(_parts_in(member(path, name)) for name in names)
-    return archive_of(path, "sharded safetensors", *_tree(path, entries))
-
-
-def tree_of(path: Path) -> tuple[dict[Any, Any], int | None, list[str]]:
-    """Return the nested state dict, the number of ranks if known, and what could not be read."""
     metadata = _metadata_files(path)
     if not metadata:
-        raise damaged_dcp(path, "no file .metadata")
-    return _tree(path, itertools.chain.from_iterable(map(_entries_of, metadata)))
-
-
-def _tree(path: Path, found: Iterable[_Entry]) -> tuple[dict[Any, Any], int | None, list[str]]:
+        raise _damaged(path, "no file .metadata")
     entries: dict[str, _Entry] = {}
-    for entry in found:
-        other = entries.get(entry.name)
-        if other is not None:  # each rank described the chunks that it wrote
-            if (other.dtype, len(other.shape)) != (entry.dtype, len(entry.shape)):
-                raise damaged_dcp(path, f"{entry.name!r}: {other.dtype} and {entry.dtype}")
-            shape = tuple(map(max, other.shape, entry.shape))
-            entry = entry._replace(shape=shape, places=other.places | entry.places)
-        entries[entry.name] = entry
     with Files() as files:
+        for entry in itertools.chain.from_iterable(map(_entries_of, metadata)):
+            other = entries.get(entry.name)
+            if other is not None:  # each rank described the chunks that it wrote
+                if (other.dtype, len(other.shape)) != (entry.dtype, len(entry.shape)):
+                    raise _damaged(path, f"{entry.name!r}: {other.dtype} and {entry.dtype}")
+                shape = tuple(map(max, other.shape, entry.shape))
+                entry = entry._replace(shape=shape, places=other.places | entry.places)
+            entries[entry.name] = entry
         directory = _Directory(path, files)
         values = [(entry.keys, directory.value_of(entry)) for entry in entries.values()]
     places = [place for entry in entries.values() for place in entry.places.values()]
-    if len({*places}) < sum(place.nbytes > 0 for place in places):
-        raise damaged_dcp(path, "two values at one place in the files")
+    if len({*places}) < len(places):
+        raise _damaged(path, "two values at one place in the files")
     tree = _nested([(keys, value) for keys, value in values if value is not LEFT_OUT], path)
-    return tree, directory.world_size(), directory.left_out
+    return Content(path, KIND, tree, directory.world_size(), directory.left_out)
 
 
-def damaged_dcp(path: Path, got: str) -> CheckpointError:
+def _damaged(path: Path, got: str) -> CheckpointError:
     return damaged(path, "values as torch.distributed.checkpoint writes them", got)
 
 
@@ -134,7 +130,9 @@ def _metadata_files(path: Path) -> list[Path]:
 def _entries_of(path: Path) -> Iterator[_Entry]:
     """Yield the entries that one metadata file describes. Raises CheckpointError and OSError."""
     try:
-        found = unpickle(read_text(path), path)
+        with open(open_file(path), "rb") as file:
+            content = file.read()  # of any length: only a small file must not ask for much
+        found = unpickle(content, path, max_nbytes=len(content))
         if not found.name.endswith(".Metadata"):
             raise ValueError(f"a {found.name}")
         places = {}
@@ -148,26 +146,24 @@ def _entries_of(path: Path) -> Iterator[_Entry]:
                 count_in(info.fields["length"]),
             )
         paths = found.fields.get("planner_data")
-        paths = paths if isinstance(paths, dict) else {}
         for name, facts in found.fields["state_dict_metadata"].items():
-            yield _entry(text_in(name), facts, _keys(name, paths.get(name)), places)
+            keys = paths.get(name) if isinstance(paths, dict) else None
+            keys = (text_in(name),) if keys is None else keys  # of a flat state dict
+            if not isinstance(keys, (tuple, list)) or not 0 < len(keys) <= 60:
+                raise ValueError(f"{name!r} at the path {keys!r:.100}")
+            path_of = tuple(k if type(k) is int and k >= 0 else text_in(k) for k in keys)
+            yield _Entry(name, path_of, *_described(name, facts, places))
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise damaged_dcp(path, brief(error)) from error
+        raise _damaged(path, brief(error)) from error
 
 
-def _keys(name: str, keys: Any) -> _Keys:
-    """Return the path of an entry; metadata without paths are of a flat state dict."""
-    if keys is None:
-        return (name,)
-    if not isinstance(keys, (tuple, list)) or not keys or len(keys) > 60:
-        raise ValueError(f"{name!r} at the path {keys!r:.100}")
-    return tuple(key if type(key) is int and key >= 0 else text_in(key) for key in keys)
-
-
-def _entry(name: str, facts: Record, keys: _Keys, places: dict[Any, _FileRange]) -> _Entry:
+def _described(
+    name: str, facts: Record, places: dict[Any, _FileRange]
+) -> tuple[torch.dtype | None, tuple[int, ...], dict[Box, _FileRange]]:
+    """Return dtype, shape and places of an entry."""
     kind = facts.name.rpartition(".")[2]
     if kind == "BytesStorageMetadata":
-        return _Entry(name, keys, None, (), {whole_box(()): places[name, None]})
+        return None, (), {whole_box(()): places[name, None]}
     if kind != "TensorStorageMetadata":
         raise ValueError(f"{name!r} is a {facts.name:.100}")
     properties = facts.fields["properties"]
@@ -184,21 +180,7 @@ def _entry(name: str, facts: Record, keys: _Keys, places: dict[Any, _FileRange])
             if (name, box.offsets) not in places:
                 raise ValueError(f"no file has {name!r} at {list(box.offsets)}")
             found[box] = places[name, box.offsets]
-    return _Entry(name, keys, dtype, shape, found)
-
-
-def _parts_in(path: Path) -> Iterator[_Entry]:
-    """Yield the parts of tensors in one safetensors file, with the shapes that they need."""
-    header, metadata = read_header(path)
-    try:
-        places = parse_json(metadata.get(_SHARDING, "{}").encode())
-        for name, info in header.items():
-            box = Box(shape_in(places[name]["saved_offsets"]), info.shape)
-            ends = tuple(at + size for at, size in zip(box.offsets, box.sizes, strict=True))
-            found = {box: _FileRange(path.name, 0, 0)} if box.numel else {}
-            yield _Entry(name, (name,), info.dtype, ends, found)
-    except (ValueError, TypeError, LookupError) as error:
-        raise damaged_dcp(path, brief(error)) from error
+    return dtype, shape, found
 
 
 # -- chunks
@@ -206,19 +188,46 @@ def _parts_in(path: Path) -> Iterator[_Entry]:
 
 def _rank_of(name: str) -> int | None:
     """Return the rank that wrote a file, if its name says so."""
-    if match := _SHARD.fullmatch(name):
-        return int(match[1]) - 1
-    return int(match[1]) if (match := _FILE_OF_RANK.fullmatch(name)) else None
+    match = _FILE_OF_RANK.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 class _File(NamedTuple):
     path: Path
+    rank: int | None  # that wrote it, if its name says so
+    identity: tuple[int, ...]
     nbytes: int
     header: dict[str, TensorInfo] | None  # None: of torch.save, not of safetensors
 
 
+def _span_in(
+    file: _File, place: _FileRange, name: str, dtype: torch.dtype, shape: tuple[int, ...]
+) -> Span:
+    """Return where the elements of a chunk lie. Raises CheckpointError for anything else; OSError.
+    It is the file that the directory had when it was read, or reading the elements raises."""
+    found: Any = None
+    if file.header is not None:
+        if info := file.header.get(name):
+            found = of_info(info, file.path)
+    else:
+        with open(open_file(file.path), "rb") as opened:
+            descriptor = opened.fileno()
+            if os.pread(descriptor, len(ZIP), place.start) == ZIP:
+                found = read_torch_range(descriptor, file.path, place.start, place.nbytes)
+    is_tensor = isinstance(found, StoredTensor)
+    if not is_tensor or (found.dtype, found.shape) != (dtype, shape):
+        text = f"{found.dtype} of shape {list(found.shape)}" if is_tensor else "not a tensor"
+        raise _damaged(
+            file.path,
+            f"at byte {place.start} of {file.path.name} {text} instead of {dtype} of shape "
+            f"{list(shape)}, which the metadata give for a chunk of {name!r}",
+        )
+    span: Span = found.pieces[0].source
+    return dataclasses.replace(span, file=file.identity)
+
+
 class _Directory:
-    """The files of one checkpoint."""
+    """The files of one checkpoint. Chunks of tensors are opened when they are needed."""
 
     def __init__(self, path: Path, files: Files) -> None:
         self._path, self._files = path, files
@@ -227,21 +236,20 @@ class _Directory:
         self.left_out: list[str] = []
 
     def value_of(self, entry: _Entry) -> Any:
-        if entry.dtype is None:
-            (place,) = entry.places.values()
-            return self._plain_value(entry.name, place)
-        pieces = [self._piece(entry, box, place) for box, place in entry.places.items()]
-        problem = coverage_problem(entry.shape, [piece.box for piece in pieces])
-        if problem is not None:
-            got = f"{entry.name!r}, of shape {list(entry.shape)}: {problem}"
-            raise damaged_dcp(self._path, got)
-        return StoredTensor(entry.name, entry.dtype, entry.shape, tuple(pieces))
+        name, _, dtype, shape, places = entry
+        if dtype is None:
+            return self._plain_value(name, *places.values())
+        if problem := coverage_problem(shape, [*places]):
+            got = f"{name!r}, of shape {list(shape)}: {problem}"
+            raise _damaged(self._path, got)
+        pieces = (self._piece(name, dtype, box, place) for box, place in places.items())
+        return StoredTensor(name, dtype, shape, tuple(pieces))
 
     def _plain_value(self, name: str, place: _FileRange) -> Any:
         path = self._file(place).path
         self._bytes_left -= place.nbytes
         if self._bytes_left < 0:
-            raise damaged_dcp(path, f"more than {_MAX_BYTES} bytes of values other than tensors")
+            raise _damaged(path, f"more than {_MAX_BYTES} bytes of values other than tensors")
         try:
             with self._files.descriptor(path) as descriptor:
                 return read_torch_range(descriptor, path, place.start, place.nbytes)
@@ -249,26 +257,11 @@ class _Directory:
             self.left_out.append(f"{name}: {found_in(error)}")
             return LEFT_OUT
 
-    def _piece(self, entry: _Entry, box: Box, place: _FileRange) -> StoredPiece:
+    def _piece(self, name: str, dtype: torch.dtype, box: Box, place: _FileRange) -> StoredPiece:
         file = self._file(place)
-        found: Any = None
-        if file.header is not None:
-            if entry.name in file.header:
-                found = of_info(file.header[entry.name], file.path)
-        else:
-            with self._files.descriptor(file.path) as descriptor:
-                if os.pread(descriptor, len(ZIP), place.start) == ZIP:
-                    found = read_torch_range(descriptor, file.path, place.start, place.nbytes)
-        is_tensor = isinstance(found, StoredTensor)
-        if not is_tensor or (found.dtype, found.shape) != (entry.dtype, box.sizes):
-            text = f"{found.dtype} of shape {list(found.shape)}" if is_tensor else "not a tensor"
-            raise damaged_dcp(
-                file.path,
-                f"at byte {place.start} {text} instead of {entry.dtype} of shape "
-                f"{list(box.sizes)}, which the metadata give for a chunk of {entry.name!r}",
-            )
-        (piece,) = found.pieces
-        return StoredPiece(box, piece.source, _rank_of(file.path.name))
+        span = functools.partial(_span_in, file, place, name, dtype, box.sizes)
+        chunk = Chunk(file.path, place.start, place.nbytes, span)
+        return StoredPiece(box, chunk if file.header is None else span(), file.rank)
 
     def _file(self, place: _FileRange) -> _File:
         """Return the file of a place; its name, its existence and the range are checked."""
@@ -276,15 +269,15 @@ class _Directory:
             path = member(self._path, place.file)
             try:
                 with self._files.descriptor(path) as descriptor:
-                    nbytes = os.fstat(descriptor).st_size
+                    identity, nbytes = identity_of(descriptor), os.fstat(descriptor).st_size
                     is_header = os.pread(descriptor, 1, 8) == b"{"
             except (FileNotFoundError, NotADirectoryError) as error:
-                raise damaged_dcp(path, "no such file, although the metadata name it") from error
+                raise _damaged(path, "no such file, although the metadata name it") from error
             header = read_header(path)[0] if is_header else None
-            self._found[place.file] = _File(path, nbytes, header)
+            self._found[place.file] = _File(path, _rank_of(path.name), identity, nbytes, header)
         file = self._found[place.file]
         if place.start + place.nbytes > file.nbytes:
-            raise damaged_dcp(
+            raise _damaged(
                 file.path,
                 f"{file.nbytes} bytes, where the metadata have bytes {place.start} to "
                 f"{place.start + place.nbytes}",
@@ -321,9 +314,9 @@ def _nested(entries: Iterable[tuple[_Keys, Any]], path: Path) -> dict[Any, Any]:
         for key in keys[:-1]:
             node = node.setdefault(key, _Node())
             if not isinstance(node, _Node):
-                raise damaged_dcp(path, f"the path {list(keys)} leads through a value")
+                raise _damaged(path, f"the path {list(keys)} leads through a value")
         if keys[-1] in node:
-            raise damaged_dcp(path, f"two values have the path {list(keys)}")
+            raise _damaged(path, f"two values have the path {list(keys)}")
         node[keys[-1]] = value
     gaps = [0]
     return {key: _finished(value, path, gaps) for key, value in root.items()}
@@ -339,7 +332,7 @@ def _finished(value: Any, path: Path, gaps: list[int]) -> Any:
     length = max(items) + 1  # of a list, in which an empty container has left a gap
     gaps[0] += length - len(items)
     if gaps[0] > _MAX_GAPS:
-        raise damaged_dcp(path, f"a list of {length} elements, of which {len(items)} have values")
+        raise _damaged(path, f"a list of {length} elements, of which {len(items)} have values")
     return [items.get(index) for index in range(length)]
 
 
@@ -378,7 +371,12 @@ def write_dcp(archive: Archive, path: Path, options: WriteOptions, files: Files)
                 for index, value, box in ranks[rank]:
                     stop(0)
                     start = file.tell()
-                    torch.save(_chunk(value, box, files, options), file)
+                    if box is None:
+                        content = read_all(value, files)
+                    else:
+                        content = read_box(value, box, files).to(dtype_to_write(value))
+                        options.tick(content.nbytes)
+                    torch.save(content, file)
                     places[index] = place_in_file(name, start, file.tell() - start)
         return places
 
@@ -389,15 +387,6 @@ def write_dcp(archive: Archive, path: Path, options: WriteOptions, files: Files)
     with new_file(path / ".metadata") as file:
         pickle.dump(described.Metadata(entries, paths, places), file)
     sync_directory(path)
-
-
-def _chunk(value: Any, box: Box | None, files: Files, options: WriteOptions) -> Any:
-    """Return what is saved of a value: a box of a tensor, or the value with its tensors."""
-    if box is None:
-        return read_all(value, files)
-    tensor = read_box(value, box, files).to(dtype_to_write(value))
-    options.tick(tensor.nbytes)
-    return tensor
 
 
 def _flattened(archive: Archive) -> dict[str, tuple[_Keys, Any]]:

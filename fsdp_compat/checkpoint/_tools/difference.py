@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import os
 import reprlib
@@ -144,29 +143,33 @@ def diff(
     def is_wanted(path: str) -> bool:
         return is_selected(path) and (not weights or path.startswith("model/"))
 
-    opening = shapes, ignore_class, keep_module, progress
-    archives = [open_archive(side, *opening) for side in (path, other)]
+    archives = [open_archive(x, shapes, ignore_class, keep_module, progress) for x in (path, other)]
     contents = [_content(archive, is_wanted) for archive in archives]
     with Files() as files:
+
+        def compared(pair: _Pair, tick: Tick) -> TensorDifference:
+            path, one, other = pair
+            found: Distance | None = None
+            if one.shape == other.shape:
+                found = Distance()
+                for box in boxes_of(one.shape, SLAB_NBYTES // _TEMPORARY_NBYTES):
+                    values = [read_box(side, box, files).view(-1) for side in (one, other)]
+                    found += distance(values[0], values[1], rtol, atol)
+                    tick(sum(side.nbytes for side in values))
+            numbers = (None, None, None) if found is None else dataclasses.astuple(found)
+            dtypes, shapes = (one.dtype, other.dtype), (one.shape, other.shape)
+            return TensorDifference(path, dtypes, shapes, *numbers)
+
         sides = [_with_numbers(files, *both) for both in (contents, contents[::-1])]
         pairs = _pairs(*sides)
-        compared = for_each(
-            pairs,
-            functools.partial(
-                _compared,
-                files=files,
-                tolerance=(rtol, atol),
-            ),
-            what="diff",
-            total_nbytes=sum(one.nbytes + other.nbytes for _, one, other in pairs),
-            progress=progress,
-        )
+        nbytes = sum(one.nbytes + other.nbytes for _, one, other in pairs)
+        tensors = for_each(pairs, compared, what="diff", total_nbytes=nbytes, progress=progress)
     return Difference(
         path=archives[0].path,
         other=archives[1].path,
         missing=_only_in(sides[0], [one for _, one, _ in pairs]),
         added=_only_in(sides[1], [other for _, _, other in pairs]),
-        tensors=tuple(sorted(compared, key=_nearness)),
+        tensors=tuple(sorted(tensors, key=_nearness)),
         values=tuple(_different_values((rtol, atol), *sides)),
         any_dtype=any_dtype,
     )
@@ -175,9 +178,6 @@ def diff(
 def _nearness(tensor: TensorDifference) -> tuple[bool, float, float]:
     has_distance = tensor.num_different is not None
     return has_distance, -(tensor.max_absolute or 0), -(tensor.max_relative or 0)
-
-
-# -- what is compared
 
 
 def _content(archive: Archive, is_wanted: Callable[[str], bool]) -> dict[str, Any]:
@@ -219,25 +219,6 @@ def _only_in(side: dict[str, Any], paired: Iterable[StoredTensor]) -> tuple[str,
     return tuple(path for path, tensor in tensors if id(tensor) not in ids)
 
 
-# -- comparing
-
-
-def _compared(
-    pair: _Pair, tick: Tick, files: Files, tolerance: tuple[float, float]
-) -> TensorDifference:
-    """Compare two tensors, part by part."""
-    path, one, other = pair
-    found: Distance | None = None
-    if one.shape == other.shape:
-        found = Distance()
-        for box in boxes_of(one.shape, SLAB_NBYTES // _TEMPORARY_NBYTES):
-            values = [read_box(side, box, files).view(-1) for side in (one, other)]
-            found += distance(values[0], values[1], *tolerance)
-            tick(sum(side.nbytes for side in values))
-    numbers = (None, None, None) if found is None else dataclasses.astuple(found)
-    return TensorDifference(path, (one.dtype, other.dtype), (one.shape, other.shape), *numbers)
-
-
 def _different_values(
     tolerance: tuple[float, float], one: dict[str, Any], other: dict[str, Any]
 ) -> Iterator[ValueDifference]:
@@ -254,20 +235,16 @@ def _different_values(
 
 
 def _is_same(tolerance: tuple[float, float], one: Any, other: Any) -> bool:
-    both = one, other
+    both, (rtol, atol) = (one, other), tolerance
     if all(isinstance(side, (bool, int, float, complex)) for side in both):
-        return _are_close(one, other, *tolerance)
+        if one == other or (one != one and other != other):  # both are NaN
+            return True
+        try:
+            apart = abs(one - other)
+            return math.isfinite(apart) and apart <= atol + rtol * max(abs(one), abs(other))
+        except OverflowError:  # of integers that are too large for a float
+            return False
     if all(isinstance(side, Sequence) and not isinstance(side, (str, bytes)) for side in both):
         pairs = zip(one, other, strict=False)
         return len(one) == len(other) and all(_is_same(tolerance, *pair) for pair in pairs)
     return one is other or (type(one) is type(other) and bool(one == other))
-
-
-def _are_close(one: complex, other: complex, rtol: float, atol: float) -> bool:
-    if one == other or (one != one and other != other):  # both are NaN
-        return True
-    try:
-        apart = abs(one - other)
-        return math.isfinite(apart) and apart <= atol + rtol * max(abs(one), abs(other))
-    except OverflowError:  # of integers that are too large for a float
-        return False

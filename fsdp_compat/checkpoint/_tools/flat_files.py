@@ -8,21 +8,27 @@ Otherwise they follow one another in the order of the modules."""
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import itertools
 import math
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import nn
 
 from ..._layout.box import Box
 from ..._layout.spec import FlatLayout, ParamSpec, flat_layout
 from ..._state.units import clean_name as plain_name
 from ..._text import joined
-from ...errors import CheckpointError
-from .archive import Span, StoredPiece, StoredTensor
+from ...errors import CheckpointError, UsageError
+from .._texts import brief
+from .archive import Archive, Span, StoredTensor
 from .rank_merge import sample
 from .reader import Files
-from .shapes import Shapes
 from .sharded_records import RankPart, in_shape
 
 _FLAT = re.compile(r"_?flat_param(_\d+)?")  # with a number: a unit with several of them
@@ -30,6 +36,64 @@ _FLAT_TEXT = "shapes of flat parameters: local state dicts of FSDP1 do not hold 
 _MAX_LEVELS = 4
 
 _Node = dict[Any, Any]
+
+
+# -- shapes
+
+
+@dataclasses.dataclass(frozen=True)
+class Shapes:
+    """The parameters of a model, by their names in the unwrapped model. May include buffers."""
+
+    entries: dict[str, tuple[int, ...]]  # in the order of the modules, if is_ordered
+    ties: dict[str, str] = dataclasses.field(default_factory=dict)
+    # ^ second names of tied parameters: the first name of each
+    is_ordered: bool = True
+    # The checkpoint they come from, which may hold a tied parameter under each name.
+    source: Archive | None = dataclasses.field(default=None, compare=False, repr=False)
+
+
+def shapes_from_callable(place: str) -> Shapes:
+    """Return the shapes of the model that a class or function without arguments returns, called on
+    the meta device. place: "my.module:make_model", importable from the current directory. Raises
+    UsageError."""
+    module_name, colon, name = place.partition(":")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        if not colon:
+            raise ValueError("a path that does not exist, or no colon before the function")
+        model: Any = importlib.import_module(module_name)
+        for part in name.split("."):
+            model = getattr(model, part)
+        if not isinstance(model, nn.Module):
+            with torch.device("meta"):
+                model = model()
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"a {type(model).__name__}")
+    except Exception as error:  # of the user's code, too
+        raise UsageError.of(
+            "The shapes of the model cannot be found.",
+            expected='a checkpoint of whole tensors, or "my.module:make_model", a function without '
+            "arguments that returns a module",
+            got=brief(error),
+            where=repr(place),
+            fix="pass a function that can be imported from the current directory",
+        ) from error
+    finally:
+        sys.path.remove(str(Path.cwd()))
+    entries: dict[str, tuple[int, ...]] = {}
+    ties: dict[str, str] = {}
+    first_names: dict[int, str] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        first = first_names.setdefault(id(param), name)
+        if first != name:
+            ties[name] = first
+        else:
+            entries[name] = tuple(param.shape)
+    return Shapes(entries, ties)
+
+
+# -- flat parameters
 
 
 class FlatParams:
@@ -93,19 +157,14 @@ class FlatParams:
         found: dict[int, ParamSpec] = {}
         for name in sorted(flat.views, key=lambda name: name in self._ties):
             start, numel = min(flat.views[name]), sum(flat.views[name].values())
-            sizes = self._sizes_of(name, numel)
+            sizes = self._shapes.entries.get(self._ties.get(name, name))
+            sizes = (numel,) if self._stays_flat else sizes
             if sizes is not None and math.prod(sizes) == numel:
                 found.setdefault(start, ParamSpec(name, sizes, start))
         if found.keys() != {min(places) for places in flat.views.values()}:
             numels = {name: sum(places.values()) for name, places in flat.views.items()}
             raise self._unclear(key, f"parameters of other sizes: {_listed(numels)}")
         return [*found.values()]
-
-    def _sizes_of(self, name: str, numel: int) -> tuple[int, ...] | None:
-        if self._stays_flat:
-            return (numel,)
-        known = self._shapes.entries.get(self._ties.get(name, name))
-        return None if known is None else known.sizes
 
     def _names(self, node: _Node, prefix: str, others: list[str]) -> list[str]:
         """Return the names of the parameters in a flat one, without those of inner wrappers."""
@@ -118,14 +177,12 @@ class FlatParams:
         return [
             name
             for name, shape in self._shapes.entries.items()
-            if whole.get(name) != shape.sizes
-            and name.startswith(prefix)
-            and not name.startswith(inner)
+            if whole.get(name) != shape and name.startswith(prefix) and not name.startswith(inner)
         ]
 
     def _in_order(self, key: Any, names: list[str], numel: int) -> Sequence[ParamSpec]:
         """Return the parameters one after the other, if they fill a flat one."""
-        numels = {name: math.prod(self._shapes.entries[name].sizes) for name in names}
+        numels = {name: math.prod(self._shapes.entries[name]) for name in names}
         rest = sum(numels.values()) - numel
         if rest > 0:
             self._ties |= (ties := self._ties_by_value(names, rest))
@@ -136,7 +193,7 @@ class FlatParams:
             raise self._unclear(key, got)
         if not self._shapes.is_ordered and len(names) > 1:
             raise self._unclear(key, "sorted names: the order of the parameters is lost")
-        shapes = [self._shapes.entries[name].sizes for name in names]
+        shapes = [self._shapes.entries[name] for name in names]
         return flat_layout(names, shapes, ranks=1, align=1).params
 
     def _ties_by_value(self, names: list[str], most: int) -> dict[str, str]:
@@ -212,14 +269,11 @@ def _prefix(key: Any) -> str:
 
 def _cut(flat: StoredTensor, param: ParamSpec) -> StoredTensor:
     """Return a parameter of a flat one."""
-
-    box = Box((param.start,), (param.numel,))
-
-    def pieces(of: Sequence[StoredPiece]) -> tuple[StoredPiece, ...]:
-        return tuple(
-            piece
-            for run in dataclasses.replace(flat, pieces=of).pieces_in(box)
-            for piece in in_shape(run, run.box.offsets[0] - param.start, param.shape, flat.dtype)
-        )
-
-    return StoredTensor("", flat.dtype, param.shape, pieces(flat.pieces), pieces(flat.copies))
+    box, found = Box((param.start,), (param.numel,)), []
+    for held in (flat.pieces, flat.copies):
+        runs = dataclasses.replace(flat, pieces=held).pieces_in(box)
+        firsts = ((run, run.box.offsets[0] - param.start) for run in runs)
+        boxes = (in_shape(run, first, param.shape, flat.dtype) for run, first in firsts)
+        found.append(tuple(itertools.chain.from_iterable(boxes)))
+    pieces, copies = found
+    return StoredTensor("", flat.dtype, param.shape, pieces, copies)

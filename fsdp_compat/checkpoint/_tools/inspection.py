@@ -25,7 +25,6 @@ from .walk import leaves
 
 _CALL = "checkpoint.files.inspect"
 _TEMPORARY_NBYTES = 16  # per element: as stored, and in float64
-_MAX_MODULES = 40
 
 
 class Facts:
@@ -36,7 +35,7 @@ class Facts:
     def as_json(self) -> dict[str, Any]:
         """Return the same for ``json.dumps``: dtypes, paths and not finite numbers are texts."""
         fields: Any = self
-        names = [field.name for field in dataclasses.fields(fields)]
+        names = [each.name for each in dataclasses.fields(fields) if each.name[0] != "_"]
         found = {name: getattr(self, name) for name in (*names, *self.also_in_json)}
         return {name: _plain(item() if callable(item) else item) for name, item in found.items()}
 
@@ -64,8 +63,16 @@ class Part(Facts):
     nbytes: int
     rank: int | None  # that wrote it; None if the files do not say so
     file: str | None  # relative to the checkpoint; None: the value is in the checkpoint's metadata
-    start: int | None  # its first byte in the file
-    is_copy: bool = False  # another part holds the same elements
+    is_copy: bool  # another part holds the same elements
+    _piece: StoredPiece = dataclasses.field(repr=False, compare=False)
+    also_in_json = ("start",)
+
+    @property
+    def start(self) -> int | None:
+        """Return its first byte in the file. Of torch.distributed.checkpoint this reads a header,
+        and raises CheckpointError or OSError if it cannot."""
+        source = self._piece.source
+        return source.start if isinstance(source, Span) else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +171,8 @@ def inspect(
         read), ``nbytes``, ``nbytes_by_section()`` and ``nbytes_by_rank()``. A tensor has ``path``
         ("model/...", "optimizer/<parameter>/<key>" or "extra/..."), ``dtype``, ``shape``,
         ``nbytes``, ``ranks``, ``parts`` (each with ``offsets``, ``sizes``, ``rank``, ``file`` and
-        ``start``) and, with ``stats``, ``minimum``, ``maximum`` and ``mean``.
+        ``start``, which reads a header of torch.distributed.checkpoint) and, with ``stats``,
+        ``minimum``, ``maximum`` and ``mean``.
 
     Raises:
         CheckpointError: it is not a checkpoint, or is damaged, incomplete or refused.
@@ -218,57 +226,20 @@ def _statistics(tensors: Sequence[StoredTensor], progress: bool) -> list[_Number
             return None, None, None
         return extremes_and_mean(values_of(tensor, files, SLAB_NBYTES // _TEMPORARY_NBYTES, tick))
 
+    total = sum(tensor.nbytes for tensor in tensors)
     with Files() as files:
-        return for_each(
-            tensors,
-            look_at,
-            what="inspect",
-            total_nbytes=sum(tensor.nbytes for tensor in tensors),
-            progress=progress,
-        )
+        return for_each(tensors, look_at, what="inspect", total_nbytes=total, progress=progress)
 
 
 def _facts(path: str, tensor: StoredTensor, directory: Path, numbers: _Numbers) -> TensorFacts:
-    parts = [_part(piece, False, tensor.dtype, directory) for piece in tensor.pieces]
-    parts += [_part(piece, True, tensor.dtype, directory) for piece in tensor.copies]
+    def part(piece: StoredPiece, is_copy: bool) -> Part:
+        box, nbytes = piece.box, piece.box.numel * tensor.dtype.itemsize
+        file = None if piece.path is None else relative_name(piece.path, directory)
+        return Part(box.offsets, box.sizes, nbytes, piece.holder, file, is_copy, piece)
+
+    parts = [part(piece, False) for piece in tensor.pieces]
+    parts += [part(piece, True) for piece in tensor.copies]
     return TensorFacts(path, tensor.dtype, tensor.shape, tensor.nbytes, tuple(parts), *numbers)
-
-
-def _part(piece: StoredPiece, is_copy: bool, dtype: torch.dtype, directory: Path) -> Part:
-    file = start = None
-    if isinstance(piece.source, Span):
-        file, start = relative_name(piece.source.path, directory), piece.source.start
-    box, nbytes = piece.box, piece.box.numel * dtype.itemsize
-    return Part(box.offsets, box.sizes, nbytes, piece.holder, file, start, is_copy)
-
-
-def modules_of(tensors: Iterable[TensorFacts]) -> dict[str, list[TensorFacts]]:
-    """Return the tensors of each module, with the optimizer states of its parameters. Names have as
-    many components as give few modules."""
-    owners = [(tensor, _owner(tensor)) for tensor in tensors if tensor.section != "extra"]
-    depth = _depth_for([owner for _, owner in owners])
-    found: dict[str, list[TensorFacts]] = {}
-    for tensor, owner in owners:
-        found.setdefault(".".join(owner[:depth]), []).append(tensor)
-    return found
-
-
-def _owner(tensor: TensorFacts) -> Sequence[str]:
-    """Return the name of the module that a tensor, or the parameter of a state, belongs to."""
-    name = tensor.path.partition("/")[2]
-    if tensor.section == "optimizer":
-        name = name.rpartition("/")[0]
-        if name.isdecimal():
-            return ("optimizer, by number",)
-    parts = name.split(".")
-    return parts[:-1] or parts
-
-
-def _depth_for(owners: Sequence[Sequence[str]]) -> int:
-    for depth in range(max(map(len, owners), default=1), 1, -1):
-        if len({tuple(owner[:depth]) for owner in owners}) <= _MAX_MODULES:
-            return depth
-    return 1
 
 
 def relative_name(path: Path, directory: Path) -> str:

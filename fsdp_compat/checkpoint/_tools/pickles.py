@@ -29,7 +29,7 @@ from .._texts import MAX_TEXT_NBYTES, brief
 from .archive import NotRead, StoredTensor, of_memory
 
 _MAX_DEPTH = 128
-_MAX_VALUES = 50_000_000  # along all ways through shared containers
+_MAX_VALUES = 50_000_000  # or a value per byte
 _MAX_NAME_LENGTH = 200
 _MAX_DIMS = 64
 _MAX_KEY_LENGTH = 1000  # characters of a tuple that is a key
@@ -112,6 +112,7 @@ def unpickled(
     *,
     table: Table,
     ignore_class: Collection[str] = (),
+    max_nbytes: int = MAX_TEXT_NBYTES,
 ) -> Any:
     """Return the value of one pickle: plain containers and values, with StoredTensor, RankPart,
     Record (metadata of dcp) and Ignored as leaves. Sizes become tuples, devices and paths texts,
@@ -120,14 +121,14 @@ def unpickled(
     any name that is not in the table, and for damage."""
     with refusing(where):
         stream = io.BytesIO(data) if isinstance(data, bytes) else data
-        if stream.getbuffer().nbytes > MAX_TEXT_NBYTES:
-            raise Refused(f"more than {MAX_TEXT_NBYTES} bytes of values that are not tensors")
+        if (nbytes := stream.getbuffer().nbytes) > max_nbytes:
+            raise Refused(f"more than {max_nbytes} bytes of values that are not tensors")
         if getattr(copyreg, "_extension_cache", None):
             raise Refused("names that this program has registered with copyreg.add_extension")
         unpickler = _Unpickler(stream, where, table, ignore_class)
         if persistent is not None:
             unpickler.persistent_load = persistent  # type: ignore[method-assign]
-        return _Values().of(unpickler.load())
+        return _Values(max(_MAX_VALUES, nbytes)).of(unpickler.load())
 
 
 # -- what the Unpickler makes
@@ -241,7 +242,8 @@ _ATOMS = frozenset({int, float, bool, type(None), bytes, bytearray, complex, tor
 class _Values:
     """Copies the values of one pickle. Shared containers stay shared."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
+        self._most = most  # along all ways through shared containers
         self._done: dict[int, tuple[Any, Any, int]] = {}  # by id: value, result, number of values
         self._depth = self._num = 0
 
@@ -263,8 +265,8 @@ class _Values:
             result = self._made(value) if type(kind) is Sealed else self._copied(value, kind)
             self._done[id(value)] = value, result, self._num - before
             self._depth -= 1
-        if self._num > _MAX_VALUES:
-            raise Refused(f"more than {_MAX_VALUES} values, by references")
+        if self._num > self._most:
+            raise Refused(f"more than {self._most} values, by references")
         return result
 
     def _made(self, value: StandIn) -> Any:

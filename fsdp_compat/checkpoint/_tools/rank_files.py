@@ -1,22 +1,23 @@
-"""Checkpoints of one torch.save file per rank, found by the ranks in their names and put
-together."""
+"""Checkpoints of torch.save: a file, the files of an index, or one file per rank, which are found
+by the ranks in their names and put together."""
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from .archive import Archive
-from .flat_files import FlatParams
+from ..._text import joined
+from .archive import Content
+from .flat_files import FlatParams, Shapes
 from .pickles import refusing
 from .rank_merge import Merger, disagreement
 from .reader import Files
-from .shapes import Shapes
+from .safetensors_files import by_index
+from .sharded_records import RankPart
 from .torch_save import read_torch_file
-from .tree import archive_of
+from .walk import leaves
 
 _KIND = "per-rank torch.save files"
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
@@ -27,103 +28,88 @@ _NAMED = re.compile(
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class RankFiles:
+class RankFiles(NamedTuple):
     """The files of all ranks of one kind, such as the model's."""
 
     stem: str  # of their names, without the numbers
     paths: dict[int, Path]  # by rank, in order
-    world_size: int | None  # if the names say it
-
-    @property
-    def num_ranks(self) -> int:
-        return self.world_size or max(self.paths) + 1
-
-    @property
-    def missing(self) -> list[int]:
-        """The ranks without a file, at most ten."""
-        return [rank for rank in range(self.num_ranks) if rank not in self.paths][:10]
-
-    @property
-    def key(self) -> str:
-        """What the files hold: "model", "optimizer", or the stem."""
-        stem = self.stem.lower()
-        if "optim" in stem:
-            return "optimizer"
-        return "model" if not stem or re.search(r"model|weights|fsdp", stem) else self.stem
+    num_ranks: int
 
 
 def rank_groups(paths: Sequence[Path]) -> list[RankFiles]:
     """Return the files that have ranks in their names, by the rest of the names."""
-    groups: dict[tuple[str, int | None, str], dict[int, Path]] = {}
+    groups: dict[tuple[str, str | None, str], dict[int, Path]] = {}
     for path in sorted(paths):
         match = _NAMED.fullmatch(path.stem)
-        is_other = path.name.startswith(".") or path.suffix not in (*TORCH_SUFFIXES, "")
-        if match is None or is_other:
+        if match is None or path.name[0] == "." or path.suffix not in (*TORCH_SUFFIXES, ""):
             continue
-        world = match["world"] or match["of"]
         name = f"{match['stem']}{match['rest']}".strip("._-")
-        key = (name, int(world) if world else None, path.suffix)
-        groups.setdefault(key, {}).setdefault(int(match["rank"]), path)
+        world_size = match["world"] or match["of"]
+        groups.setdefault((name, world_size, path.suffix), {}).setdefault(int(match["rank"]), path)
     return [
-        RankFiles(name, dict(sorted(ranks.items())), world)
-        for (name, world, _), ranks in groups.items()
+        RankFiles(name, dict(sorted(ranks.items())), int(world_size or 0) or max(ranks) + 1)
+        for (name, world_size, _), ranks in groups.items()
     ]
 
 
+def read_torch_save(path: Path, shapes: Shapes | None, ignore_class: Collection[str]) -> Content:
+    """Return the content of a file of torch.save, or of those that an index lists. A file with
+    parts of tensors is the only rank's. Raises CheckpointError and OSError."""
+
+    def values_in(file: Path) -> Any:
+        return read_torch_file(file, ignore_class=ignore_class)
+
+    if path.suffix == ".json":
+        return Content(path, "torch.save with an index", {"model": by_index(path, values_in)})
+    tree = values_in(path)
+    if any(isinstance(leaf, RankPart) for _, leaf in leaves(tree)):
+        return read_rank_files([path], shapes, ignore_class)
+    return Content(path, "torch.save", tree)
+
+
 def read_rank_files(
-    paths: Sequence[Path], shapes: Shapes | None = None, *, ignore_class: Collection[str] = ()
-) -> Archive:
-    """Return the archive that the files of all ranks make up, see ``tree_of_ranks``."""
-    path = paths[0].parent if len(paths) > 1 else paths[0]
-    return archive_of(path, _KIND, *tree_of_ranks(paths, shapes, ignore_class))
-
-
-def tree_of_ranks(
     paths: Sequence[Path], shapes: Shapes | None, ignore_class: Collection[str]
-) -> tuple[Any, int, list[str]]:
-    """Return the values of all ranks as one, the number of ranks, and what could not be read. Kinds
-    of files become sections; a single file without a rank is the only rank's. shapes: see
-    ``FlatParams``. Raises CheckpointError for missing or mixed files; OSError."""
+) -> Content:
+    """Return the values of all ranks as one. Kinds of files become sections; a single file without
+    a rank is the only rank's. shapes: see ``FlatParams``. Raises CheckpointError for missing or
+    mixed files; OSError."""
     where = paths[0].parent
-    groups = _complete_groups(paths, where)
-    left_out: list[str] = []
-    trees: dict[str, Any] = {}
-    for group in groups:
-        key = group.key if group.key not in trees else group.stem
-        with refusing(where):
-            trees[key] = _merged(group, shapes, ignore_class, where, left_out)
-    tree = trees if len(trees) > 1 else next(iter(trees.values()))
-    return tree, groups[0].num_ranks, left_out
-
-
-def _complete_groups(paths: Sequence[Path], where: Path) -> list[RankFiles]:
-    """Return the files by what they hold, each of the same number of ranks."""
     groups = rank_groups(paths)
     if len(paths) == 1 and not groups:
         groups = [RankFiles("", {0: paths[0]}, 1)]  # a run of one rank names none
-    for group in groups:
-        if group.missing:
-            got = f"no file of rank {', '.join(map(str, group.missing))}"
-            raise disagreement(where, "", f"files of {group.num_ranks} ranks", got)
+    for _, files, num_ranks in groups:
+        missing = [str(rank) for rank in range(num_ranks) if rank not in files]
+        if missing:
+            got = f"no file of rank {joined(missing, 10, ', ')}"
+            raise disagreement(where, "", f"files of {num_ranks} ranks", got)
     num_files = sum(len(group.paths) for group in groups)
     if num_files != len(paths) or len({group.num_ranks for group in groups}) > 1:
         found = ", ".join(sorted(path.name for path in paths)[:8])
         raise disagreement(where, "", "one file per rank, with the rank in its name", found)
-    return groups
+    left_out: list[str] = []
+    trees: dict[str, Any] = {}
+    for stem, files, _ in groups:
+        key = stem
+        if "optim" in stem.lower():
+            key = "optimizer"
+        elif not stem or re.search(r"model|weights|fsdp", stem.lower()):
+            key = "model"
+        with refusing(where):
+            merged = _merged(files, shapes, ignore_class, where, left_out)
+        trees[stem if key in trees else key] = merged
+    tree = trees if len(trees) > 1 else next(iter(trees.values()))
+    return Content(where if paths[1:] else paths[0], _KIND, tree, groups[0].num_ranks, left_out)
 
 
 def _merged(
-    group: RankFiles,
+    paths: dict[int, Path],
     shapes: Shapes | None,
     ignore_class: Collection[str],
     where: Path,
     left_out: list[str],
 ) -> Any:
     """Return the values of all ranks as one."""
-    trees = {
-        rank: read_torch_file(path, ignore_class=ignore_class) for rank, path in group.paths.items()
-    }
+    trees = {rank: read_torch_file(path, ignore_class=ignore_class) for rank, path in paths.items()}
     with Files() as files:
         merger, flat_params = Merger(where, files), FlatParams(shapes, where, files)
         for tree in trees.values():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from ..._progress import elapsing
@@ -14,18 +16,20 @@ from .._blocks import damaged
 from .._directory import STEP
 from .._manifest import MANIFEST, file_name, read_manifest
 from .._texts import open_file
-from .archive import Archive, NotRead, Unrecognised, coverage_problem
-from .client_directories import read_client_directory, tensors_of_index
-from .dcp import is_dcp, is_sharded_safetensors, read_dcp, read_sharded_safetensors
+from .archive import Archive, Content, NotRead, Unrecognised, coverage_problem
+from .client_directories import read_client_directory
+from .dcp import is_dcp, read_dcp
+from .flat_files import Shapes, shapes_from_callable
 from .native import native_in, read_native
 from .paths import require_inside
-from .rank_files import TORCH_SUFFIXES, rank_groups, read_rank_files
-from .safetensors_files import INDEX, read_safetensors
-from .shapes import Shapes, shapes_from_callable, shapes_of_archive
-from .sharded_records import RankPart
-from .torch_save import read_torch_file
+from .rank_files import TORCH_SUFFIXES, rank_groups, read_rank_files, read_torch_save
+from .safetensors_files import (
+    INDEX,
+    is_sharded_safetensors,
+    read_safetensors,
+    read_sharded_safetensors,
+)
 from .tree import archive_of, without_ddp
-from .walk import leaves
 
 _TORCH_INDEX = "pytorch_model.bin.index.json"
 _DEEPSPEED = re.compile(r"(\w+_)?mp_rank_\d+_\w+_states\.pt")
@@ -46,9 +50,9 @@ def open_archive(
     path = Path(path)
     known = _shapes_in(shapes)
     try:
-        with elapsing(progress, f"reading the headers of {path.name}"):
-            read = _read_directory if path.is_dir() else _read_file
-            archive = read(path, known, ignore_class)
+        title = f"reading the headers of {path.name}"
+        with elapsing(progress, title), _without_garbage_collection():
+            archive = _archive_at(path, known, ignore_class)
             require_lengths(archive)
     except OSError as error:
         raise CheckpointError.of(
@@ -61,6 +65,19 @@ def open_archive(
     if not keep_module:
         without_ddp(archive)
     return archive
+
+
+@contextlib.contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """What the files of many ranks describe are millions of objects, of which none is garbage:
+    looking for it takes longer than reading them."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def problems_of(archive: Archive) -> list[str]:
@@ -78,19 +95,28 @@ def _shapes_in(shapes: Shapes | str | os.PathLike[str] | None) -> Shapes | None:
         return shapes
     if not isinstance(shapes, (str, os.PathLike)):
         raise wrong_type("shapes", 'a path, or "module:function", or None', shapes)
-    if os.path.lexists(shapes):
-        return shapes_of_archive(open_archive(shapes))
-    return shapes_from_callable(os.fspath(shapes))
+    if not os.path.lexists(shapes):
+        return shapes_from_callable(os.fspath(shapes))
+    archive = open_archive(shapes)
+    sizes = {name: tensor.shape for name, tensor in archive.tensors.items()}
+    # safetensors files lose the order of names
+    return Shapes(sizes, archive.aliases, "safetensors" not in archive.kind.lower(), archive)
 
 
-def _read_directory(path: Path, shapes: Shapes | None, ignore_class: Collection[str]) -> Archive:
+def _archive_at(path: Path, shapes: Shapes | None, ignore_class: Collection[str]) -> Archive:
+    if not path.is_dir():
+        if path.name == MANIFEST and path.is_file():
+            return read_native(path.parent)
+        return archive_of(_file(path, shapes, ignore_class))
     if native := native_in(path):
         return read_native(native)
     if (path / file_name(0)).is_file():
         read_manifest(path)  # raises
     found = read_client_directory(path, shapes, ignore_class)
-    if found is not None:
-        return found
+    return found or archive_of(_directory(path, shapes, ignore_class))
+
+
+def _directory(path: Path, shapes: Shapes | None, ignore_class: Collection[str]) -> Content:
     names = sorted(os.listdir(path))
     if any(map(_DEEPSPEED.fullmatch, names)):
         raise _of_deepspeed(path, path.parent)
@@ -99,17 +125,17 @@ def _read_directory(path: Path, shapes: Shapes | None, ignore_class: Collection[
     if is_sharded_safetensors(path):
         return read_sharded_safetensors(path)
     if _TORCH_INDEX in names:
-        return _read_file(path / _TORCH_INDEX, shapes, ignore_class)
+        return read_torch_save(path / _TORCH_INDEX, shapes, ignore_class)
     files = [path / name for name in names if (path / name).is_file()]
     ranks = [file for group in rank_groups(files) for file in group.paths.values()]
     if ranks:
         files = [require_inside(path, file) for file in ranks]
-        return read_rank_files(files, shapes, ignore_class=ignore_class)
+        return read_rank_files(files, shapes, ignore_class)
     if INDEX in names or any(name.endswith(".safetensors") for name in names):
         return read_safetensors(path)
     files = [path / name for name in names if Path(name).suffix in TORCH_SUFFIXES]
     if len(files) == 1:
-        return _read_file(require_inside(path, files[0]), shapes, ignore_class)
+        return _file(require_inside(path, files[0]), shapes, ignore_class)
     steps = (each.name for each in path.glob("global_step*/*"))
     if _DEEPSPEED_SCRIPT in names or any(map(_DEEPSPEED.fullmatch, steps)):
         raise _of_deepspeed(path, path)
@@ -117,25 +143,18 @@ def _read_directory(path: Path, shapes: Shapes | None, ignore_class: Collection[
     raise unreadable(path, joined(names, 8, ", ") if names else "an empty directory")
 
 
-def _read_file(path: Path, shapes: Shapes | None, ignore_class: Collection[str]) -> Archive:
+def _file(path: Path, shapes: Shapes | None, ignore_class: Collection[str]) -> Content:
     if not path.is_file():
         is_there = os.path.lexists(path)
         raise unreadable(path, "something that is neither" if is_there else "nothing at this path")
     if path.name == ".metadata" or path.suffix == ".distcp":
         return read_dcp(path.parent)
-    if path.name == MANIFEST:
-        return read_native(path.parent)
-    if path.name.endswith(".bin.index.json"):
-        tensors = tensors_of_index(path, ignore_class)
-        return archive_of(path, "torch.save with an index", {"model": tensors})
-    with open(open_file(path), "rb") as file:
-        is_safetensors = file.read(9)[8:] == b"{"
-    if is_safetensors or path.suffix in (".safetensors", ".json"):
-        return read_safetensors(path)
-    tree = read_torch_file(path, ignore_class=ignore_class)
-    if any(isinstance(leaf, RankPart) for _, leaf in leaves(tree)):
-        return read_rank_files([path], shapes, ignore_class=ignore_class)
-    return archive_of(path, "torch.save", tree)
+    if not path.name.endswith(".bin.index.json"):
+        with open(open_file(path), "rb") as file:
+            is_safetensors = file.read(9)[8:] == b"{"
+        if is_safetensors or path.suffix in (".safetensors", ".json"):
+            return read_safetensors(path)
+    return read_torch_save(path, shapes, ignore_class)
 
 
 def require_lengths(archive: Archive) -> None:

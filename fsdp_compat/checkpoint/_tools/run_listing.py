@@ -99,15 +99,14 @@ def _is_candidate(path: Path) -> bool:
 
 def _are_one(folder: Path, files: Sequence[Path], ignore_class: Collection[str]) -> bool:
     """Return whether the files of a folder are one checkpoint."""
-    if (folder / MANIFEST).is_file():
-        return True
+    if (folder / MANIFEST).is_file() or steps_in(folder):
+        return (folder / MANIFEST).is_file()
     try:
-        archive = None if steps_in(folder) else open_archive(folder, ignore_class=ignore_class)
+        archive = open_archive(folder, ignore_class=ignore_class)
     except CheckpointError:
         return False
-    if archive is None or archive.path != folder:
-        return False
-    return archive.kind != "safetensors" or {file.suffix for file in files} == {".safetensors"}
+    is_mixed = {file.suffix for file in files} != {".safetensors"}
+    return archive.path == folder and not (archive.kind == "safetensors" and is_mixed)
 
 
 def _listed(path: Path, ignore_class: Collection[str]) -> Listed | None:

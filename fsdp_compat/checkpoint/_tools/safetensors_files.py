@@ -7,8 +7,10 @@ import itertools
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -16,58 +18,44 @@ from ..._comm.host_memory import memory_of
 from ..._layout.box import Box
 from ..._layout.spec import row_major_strides
 from ...errors import CheckpointError, UsageError
+from .._blocks import damaged
 from .._header import METADATA, TensorInfo, encode_header, is_known, read_header
 from .._publishing import write_text
-from .._texts import brief, parse_json, parsed, read_text, text_in
-from .archive import Archive, Span, StoredPiece, StoredTensor, whole_box
-from .paths import require_inside
+from .._texts import brief, parse_json, parsed, read_text, shape_in, text_in
+from .archive import Archive, Content, Span, StoredPiece, StoredTensor, coverage_problem, whole_box
+from .paths import member, require_inside
 from .reader import Files
 from .threads import for_each
-from .tree import archive_of
 from .writers import Elements, WriteOptions, dtype_to_write
 
+_T = TypeVar("_T")
 INDEX = "model.safetensors.index.json"
 ONE_FILE = "model.safetensors"
+_SHARD = re.compile(r"shard-(\d{5})-model-\d{5}-of-\d{5}\.safetensors")  # ranks from 1 on
+_SHARDING = "DCP_SHARDING_INFO"
+
+
+def span_of(info: TensorInfo, path: Path) -> Span:
+    return Span(path, info.start, row_major_strides(info.shape), file=info.file)
 
 
 def of_info(info: TensorInfo, path: Path) -> StoredTensor:
     """Return a tensor of a safetensors file."""
-    span = Span(path, info.start, row_major_strides(info.shape), file=info.file)
-    pieces = (StoredPiece(whole_box(info.shape), span),)
+    pieces = (StoredPiece(whole_box(info.shape), span_of(info, path)),)
     return StoredTensor(info.name, info.dtype, info.shape, pieces)
 
 
-def read_safetensors(path: Path) -> Archive:
+def read_safetensors(path: Path) -> Content:
     """Return the content of a file, of the files of an index, or of a directory with either."""
-    directory = path if path.is_dir() else path.parent
-    found = _tensors_of(path, directory)
-    tree = {
-        name: of_info(info, require_inside(directory, file)) for name, (file, info) in found.items()
-    }
-    left_out = [
-        f"{name}: its dtype {info.packed}, which torch does not have; its bytes are taken as uint8"
-        for name, (_, info) in found.items()
-        if info.packed
-    ]
-    return archive_of(path, "safetensors", {"model": tree} if tree else {}, left_out=left_out)
-
-
-def _tensors_of(path: Path, directory: Path) -> dict[str, tuple[Path, TensorInfo]]:
-    """Return the tensors of a file, of the files of an index, or of a directory, by name."""
     index = path / INDEX if path.is_dir() else path
-    file_names: dict[str, str] | None = None  # by tensor, of an index
-    files = [path]
-    if path.is_dir() and not index.exists():
-        files = sorted(path.glob("*.safetensors"))
-    elif index.suffix == ".json":
-        file_names = weight_map(index)
-        files = [directory / name for name in dict.fromkeys(file_names.values())]
-    found: dict[str, tuple[Path, TensorInfo]] = {}
-    for file in files:
-        for name, info in read_header(file)[0].items():
-            if file_names is not None and file_names.get(name) != file.name:
-                continue
-            if name in found:
+    if index.suffix == ".json" and index.exists():
+        found = by_index(index, _infos_in)
+    else:
+        found = {}
+        for file in sorted(path.glob("*.safetensors")) if path.is_dir() else [path]:
+            infos = _infos_in(require_inside(path if path.is_dir() else path.parent, file))
+            if twice := found.keys() & infos.keys():
+                name = min(twice)
                 raise CheckpointError.of(
                     "Two files hold a tensor of the same name.",
                     expected="each tensor in one file of the directory",
@@ -75,31 +63,54 @@ def _tensors_of(path: Path, directory: Path) -> dict[str, tuple[Path, TensorInfo
                     where=str(path),
                     fix="pass one file, or remove the files that belong to other weights",
                 )
-            found[name] = file, info
-    if file_names is not None:
-        missing = [name for name in file_names if name not in found]
-        if missing:
-            first = missing[0]
-            raise CheckpointError.of(
-                "The index does not match the files.",
-                expected=f"{first!r} in {file_names[first]}",
-                got=f"{len(missing)} of {len(file_names)} tensors are not in the file "
-                "that the index names",
-                where=str(index),
-                fix="copy the index and the files from the same source",
-            )
-    return found
+            found |= infos
+    tree = {name: of_info(info, file) for name, (file, info) in found.items()}
+    left_out = [
+        f"{name}: its dtype {info.packed}, which torch does not have; its bytes are taken as uint8"
+        for name, (_, info) in found.items()
+        if info.packed
+    ]
+    return Content(path, "safetensors", {"model": tree} if tree else {}, None, left_out)
 
 
-def weight_map(index: Path) -> dict[str, str]:
-    """Return the file of each tensor in an index, beside it; {} without an index."""
+def _infos_in(file: Path) -> dict[str, tuple[Path, TensorInfo]]:
+    return {name: (file, info) for name, info in read_header(file)[0].items()}
+
+
+def by_index(index: Path, read: Callable[[Path], Mapping[str, _T]]) -> dict[str, _T]:
+    """Return what an index lists, by name, in the order of the files. read: returns what a file
+    has. Raises CheckpointError if a file has less, and what ``read`` raises."""
+    places = _weight_map(index)
+    files = {
+        file: read(require_inside(index.parent, index.parent / file))
+        for file in dict.fromkeys(places.values())
+    }
+    missing = [name for name, file in places.items() if name not in files[file]]
+    if missing:
+        raise CheckpointError.of(
+            "The index does not match the files.",
+            expected=f"{missing[0]!r} in {places[missing[0]]}",
+            got=f"{len(missing)} of {len(places)} tensors are not in the file that the index names",
+            where=str(index),
+            fix="copy the index and the files from the same source",
+        )
+    return {
+        name: value
+        for file, values in files.items()
+        for name, value in values.items()
+        if places.get(name) == file
+    }
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Return the file of each tensor in an index, beside it."""
     try:
-        found = parsed(parse_json(read_text(index)), {"weight_map": {...: text_in}})["weight_map"]
-        for name in found.values():
+        found = parsed(parse_json(read_text(index)), {"weight_map": {...: text_in}})
+        places: dict[str, str] = found["weight_map"]
+        for name in places.values():
             if Path(name).name != name or "\0" in name:
                 raise ValueError(f"{name!r} is not the name of a file")
-    except FileNotFoundError:
-        return {}
+        return places
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError.of(
             "The index cannot be read.",
@@ -109,7 +120,46 @@ def weight_map(index: Path) -> dict[str, str]:
             where=str(index),
             fix="copy it again, or remove it and pass the directory to read all its files",
         ) from error
-    return dict(found)
+
+
+# -- reading parts of tensors
+
+
+def is_sharded_safetensors(path: Path) -> bool:
+    """Return whether a directory was written by HuggingFaceStorageWriter with save_distributed."""
+    return path.is_dir() and any(map(_SHARD.fullmatch, os.listdir(path)))
+
+
+def read_sharded_safetensors(path: Path) -> Content:
+    """Return the content. A missing last file may go unnoticed: shapes follow from parts."""
+    files = sorted(filter(None, map(_SHARD.fullmatch, os.listdir(path))), key=lambda each: each[0])
+    parts: dict[str, dict[Box, StoredPiece]] = {}
+    infos: dict[str, TensorInfo] = {}
+    for file in files:
+        header, metadata = read_header(member(path, file[0]))
+        try:
+            offsets = parse_json(metadata.get(_SHARDING, "{}").encode())
+            for name, info in header.items():
+                box = Box(shape_in(offsets[name]["saved_offsets"]), info.shape)
+                first = infos.setdefault(name, info)
+                dims = {len(first.shape), len(box.sizes), len(box.offsets)}
+                if info.dtype != first.dtype or len(dims) > 1:
+                    raise ValueError(f"{name!r}: {first.dtype}, and {box} of {info.dtype}")
+                piece = StoredPiece(box, span_of(info, path / file[0]), int(file[1]) - 1)
+                parts.setdefault(name, {})[box] = piece
+        except (ValueError, TypeError, LookupError) as error:
+            raise damaged(
+                path / file[0], "parts of tensors, with their offsets", brief(error)
+            ) from error
+    tree = {}
+    for name, pieces in parts.items():
+        ends = (map(int.__add__, box.offsets, box.sizes) for box in pieces)
+        shape = tuple(map(max, zip(*ends, strict=True)))
+        held = tuple(piece for box, piece in pieces.items() if box.numel)
+        if problem := coverage_problem(shape, [piece.box for piece in held]):
+            raise damaged(path, f"every element of {name!r}, of shape {list(shape)}", problem)
+        tree[name] = StoredTensor(name, infos[name].dtype, shape, held)
+    return Content(path, "sharded safetensors", tree, int(files[-1][1]))
 
 
 # -- writing
@@ -217,38 +267,26 @@ def _write_box(descriptor: int, info: TensorInfo, box: Box, values: torch.Tensor
     return len(data)
 
 
-def write_safetensors(archive: Archive, path: Path, options: WriteOptions, files: Files) -> None:
+def write_safetensors(
+    archive: Archive, path: Path, options: WriteOptions, files: Files, in_one_file: bool = False
+) -> None:
     """Write the model's tensors, each once, to a directory: one file, or several of at most
-    ``options.max_file_size`` with an index. Raises UsageError for an unknown dtype."""
-    path.mkdir()
-    images = _images(archive, options.max_file_size)
-    for image in images:
-        _write_file(image, archive, path / image.name, options, files)
-    if images[1:]:
-        write_index(images, path / INDEX)
+    ``options.max_file_size`` with an index. in_one_file: to a file instead. Raises UsageError for
+    an unknown dtype."""
 
-
-def write_safetensors_file(
-    archive: Archive, path: Path, options: WriteOptions, files: Files
-) -> None:
-    """Write the model's tensors to one file. Raises as ``write_safetensors`` does."""
-    (image,) = _images(archive, None)
-    _write_file(image, archive, path, options, files)
-
-
-def _images(archive: Archive, max_file_size: int | None) -> list[FileImage]:
-    tensors = archive.tensors.items()
-    described = {name: (name, dtype_to_write(its), its.shape) for name, its in tensors}
-    return images_of(described, max_file_size)
-
-
-def _write_file(
-    image: FileImage, archive: Archive, path: Path, options: WriteOptions, files: Files
-) -> None:
     def contents(name: str) -> Iterator[tuple[Box, torch.Tensor]]:
         for box, values in Elements.all_of(archive.tensors[name], files).chunks():
             yield box, values
             options.tick(values.nbytes)
 
-    image.create(path)
-    image.write(path, contents, in_threads=True)
+    tensors = archive.tensors.items()
+    described = {name: (name, dtype_to_write(its), its.shape) for name, its in tensors}
+    images = images_of(described, None if in_one_file else options.max_file_size)
+    if not in_one_file:
+        path.mkdir()
+    for image in images:
+        place = path if in_one_file else path / image.name
+        image.create(place)
+        image.write(place, contents, in_threads=True)
+    if images[1:]:
+        write_index(images, path / INDEX)

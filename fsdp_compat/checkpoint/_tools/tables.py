@@ -20,11 +20,12 @@ from rich.text import Text
 
 from ..._text import count_of, nbytes_text, shown
 from .._header import dtype_name
-from .difference import Difference, TensorDifference
-from .inspection import Inspection, TensorFacts, modules_of
-from .run_listing import Listed, Listing
+from .difference import Difference
+from .inspection import Inspection, TensorFacts
+from .run_listing import Listing
 from .verification import TensorCheck, Verification
 
+_MAX_MODULES = 40
 _FAR = 100_000  # columns where there is no terminal: nothing is folded
 
 
@@ -75,21 +76,27 @@ def _table(titles: str, rows: Iterable[Sequence[str]], style: str = "") -> Table
 
 def of_inspection(found: Inspection, lists_all: bool, has_stats: bool) -> str:
     """Return the facts, and a line for each tensor and value, or else for each module."""
-    hint = None
-    if lists_all:
-        titles, row_of = "size> | ranks", _row_of_tensor
-        if has_stats:
-            titles, row_of = "min> | max> | mean>", _row_of_stats
-        listed = _table(f"tensor | dtype | shape | {titles}", map(row_of, found.tensors))
-        values = _table("other value |", found.values.items())
+    values = hint = None
+    if has_stats:
+        titles = "tensor | dtype | shape | min> | max> | mean>"
+        numbers = ((each.minimum, each.maximum, each.mean) for each in found.tensors)
+        texts = (["-" if it is None else f"{it:.4g}" for it in three] for three in numbers)
+        rows = [(*_head(each), *more) for each, more in zip(found.tensors, texts, strict=True)]
+    elif lists_all:
+        titles = "tensor | dtype | shape | size> | ranks"
+        rows = [
+            (*_head(each), nbytes_text(each.nbytes), ranks_text(each.ranks))
+            for each in found.tensors
+        ]
     else:
-        rows = itertools.starmap(_row_of_module, modules_of(found.tensors).items())
-        listed = _table("module | elements> | dtypes | size> | optimizer> | ranks", rows)
-        values = None
+        titles = "module | elements> | dtypes | size> | optimizer> | ranks"
+        rows = list(itertools.starmap(_row_of_module, _modules_of(found.tensors).items()))
         hint = "--all lists every tensor and other value, --include REGEX some of them"
+    if lists_all:
+        values = _table("other value |", found.values.items())
     return _printed(
         _table("|", _facts_of_inspection(found)),
-        listed,
+        _table(titles, rows),
         _table("second name | of", found.aliases.items()),
         values,
         _table("left out", ([reason] for reason in found.left_out), "yellow"),
@@ -113,6 +120,27 @@ def _facts_of_inspection(found: Inspection) -> Iterator[tuple[str, str]]:
     yield "total", f"{count_of(len(found.tensors), 'tensor')}, {nbytes_text(found.nbytes)}"
 
 
+def _modules_of(tensors: Iterable[TensorFacts]) -> dict[str, list[TensorFacts]]:
+    """Return the tensors of each module, with the optimizer states of its parameters. Names have as
+    many components as give few modules."""
+    owners: list[tuple[TensorFacts, list[str]]] = []
+    for tensor in tensors:
+        section, _, name = tensor.path.partition("/")
+        if section == "optimizer":
+            name = name.rpartition("/")[0]
+            name = "optimizer, by number" if name.isdecimal() else name
+        parts = name.split(".")
+        if section != "extra":
+            owners.append((tensor, parts[:-1] or parts))
+    depth = max((len(owner) for _, owner in owners), default=1)
+    while depth > 1 and len({tuple(owner[:depth]) for _, owner in owners}) > _MAX_MODULES:
+        depth -= 1
+    found: dict[str, list[TensorFacts]] = {}
+    for tensor, owner in owners:
+        found.setdefault(".".join(owner[:depth]), []).append(tensor)
+    return found
+
+
 def _row_of_module(name: str, tensors: Sequence[TensorFacts]) -> tuple[str, ...]:
     of_model = [tensor for tensor in tensors if tensor.section == "model"]
     nbytes = sum(tensor.nbytes for tensor in of_model)
@@ -127,15 +155,6 @@ def _row_of_module(name: str, tensors: Sequence[TensorFacts]) -> tuple[str, ...]
     )
 
 
-def _row_of_stats(tensor: TensorFacts) -> tuple[str, ...]:
-    numbers = (tensor.minimum, tensor.maximum, tensor.mean)
-    return (*_head(tensor), *("-" if number is None else f"{number:.4g}" for number in numbers))
-
-
-def _row_of_tensor(tensor: TensorFacts) -> tuple[str, ...]:
-    return (*_head(tensor), nbytes_text(tensor.nbytes), ranks_text(tensor.ranks))
-
-
 def _head(tensor: TensorFacts | TensorCheck) -> tuple[str, str, str]:
     return tensor.path, dtype_name(tensor.dtype), _shape_text(tensor.shape)
 
@@ -146,29 +165,34 @@ def _shape_text(shape: tuple[int, ...]) -> str:
 
 def of_listing(found: Listing) -> str:
     """Return a line for each checkpoint."""
-    rows = (_row_of_listed(each, found) for each in found.checkpoints)
+    rows = []
+    for each in found.checkpoints:
+        numbers = ("-" if it is None else str(it) for it in (each.step, each.world_size))
+        step, num_ranks = numbers
+        complete = "yes" + ", latest" * (each.path == found.latest)
+        rows.append(
+            (
+                os.path.relpath(each.path, found.path),
+                step,
+                each.kind or "-",
+                num_ranks,
+                nbytes_text(each.nbytes),
+                f"no: {each.problem}" if each.problem else complete,
+            )
+        )
     return _printed(_table("checkpoint | step> | format | ranks> | size> | complete", rows))
 
 
-def _row_of_listed(listed: Listed, among: Listing) -> tuple[str, ...]:
-    return (
-        os.path.relpath(listed.path, among.path),
-        "-" if listed.step is None else str(listed.step),
-        listed.kind or "-",
-        "-" if listed.world_size is None else str(listed.world_size),
-        nbytes_text(listed.nbytes),
-        f"no: {listed.problem}"
-        if listed.problem
-        else "yes" + ", latest" * (listed.path == among.latest),
-    )
-
-
 def of_verification(found: Verification) -> str:
+    facts = [("path", str(found.path)), ("kind", found.kind)]
+    if found.tensors or not found.problems:  # which may prevent that they are known
+        facts.append(("tensors", f"{len(found.tensors):,}, {nbytes_text(found.nbytes)}"))
+    compared = f"{found.num_checksums:,} compared" if found.num_checksums else "none"
     odd = [each for each in found.tensors if each.num_nan or each.num_inf]
     counts = ((*_head(each), f"{each.num_nan:,}", f"{each.num_inf:,}") for each in odd)
     problems = ((problem.kind, problem.where, problem.what) for problem in found.problems)
     return _printed(
-        _table("|", _facts_of_verification(found)),
+        _table("|", [*facts, ("checksums", compared)]),
         _table("tensor | dtype | shape | NaN> | infinite>", counts),
         _table("problem | where | what", problems, "red"),
         _table("not looked at", ([reason] for reason in found.left_out), "yellow"),
@@ -189,14 +213,6 @@ def _verdict(found: Verification) -> str:
     return f"complete; {which}, so changed values cannot be seen"
 
 
-def _facts_of_verification(found: Verification) -> Iterator[tuple[str, str]]:
-    yield "path", str(found.path)
-    yield "kind", found.kind
-    if found.tensors or not found.problems:  # which may prevent that they are known
-        yield "tensors", f"{len(found.tensors):,}, {nbytes_text(found.nbytes)}"
-    yield "checksums", f"{found.num_checksums:,} compared" if found.num_checksums else "none"
-
-
 def of_difference(found: Difference) -> str:
     """Return the tables and the summary."""
     num_different, num_same = len(found.different), len(found.tensors) - len(found.different)
@@ -211,7 +227,14 @@ def of_difference(found: Difference) -> str:
     alone = [(path, "only in the first") for path in found.missing]
     alone += [(path, "only in the second") for path in found.added]
     has_more = any(not path.startswith("model/") for path, _ in alone)
-    rows = map(_row_of_difference, found.different)
+    rows = []
+    for each in found.different:
+        numbers = ["-"] * 3
+        if each.num_different is not None:
+            distances = each.max_absolute, each.max_relative
+            numbers = [f"{each.num_different:,}", *(f"{number:.3g}" for number in distances)]
+        facts = map(dtype_name, each.dtypes), map(_shape_text, each.shapes)
+        rows.append((each.path, *(" / ".join(dict.fromkeys(both)) for both in facts), *numbers))
     values = ((each.path, each.one or "-", each.other or "-") for each in found.values)
     return _printed(
         _table("tensor or value | where", alone),
@@ -220,26 +243,6 @@ def of_difference(found: Difference) -> str:
         _table("other value | first | second", values),
         summary,
     )
-
-
-def _row_of_difference(tensor: TensorDifference) -> tuple[str, ...]:
-    dtypes, shapes = map(dtype_name, tensor.dtypes), map(_shape_text, tensor.shapes)
-    numbers = ("-", "-", "-")
-    if tensor.num_different is not None:
-        numbers = (
-            f"{tensor.num_different:,}",
-            f"{tensor.max_absolute:.3g}",
-            f"{tensor.max_relative:.3g}",
-        )
-    return (
-        tensor.path,
-        " / ".join(dict.fromkeys(dtypes)),
-        " / ".join(dict.fromkeys(shapes)),
-        *numbers,
-    )
-
-
-# -- texts
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

@@ -8,12 +8,12 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from ..._state.units import clean_name as plain_name
-from .archive import Archive, StoredTensor
+from .archive import Archive, Content, StoredTensor
 from .optimizer_tree import OptimizerState, is_optimizer, named, optimizer_in
 from .pickles import refused
 
@@ -30,14 +30,12 @@ _MAX_CONTAINERS = 500_000
 Tree = dict[Any, Any]
 
 
-def archive_of(
-    path: Path, kind: str, tree: Any, world_size: int | None = None, left_out: Sequence[str] = ()
-) -> Archive:
-    """Return the archive of nested containers of StoredTensors and plain values. Names lose what
-    FSDP, activation checkpointing and compilation add. Tensors with the same pieces are tied.
-    Several models keep their keys as prefixes, as does the optimizer of that number. Unnamed
-    optimizer state stays numbered. The rest is ``extra``. Raises CheckpointError for too many
-    containers."""
+def archive_of(content: Content) -> Archive:
+    """Return the archive of what files hold. Names lose what FSDP, activation checkpointing and
+    compilation add. Tensors with the same pieces are tied. Several models keep their keys as
+    prefixes, as does the optimizer of that number. Unnamed optimizer state stays numbered. The rest
+    is ``extra``. Raises CheckpointError for too many containers."""
+    path, kind, tree, world_size, left_out = content
     archive = Archive(path, kind, {}, world_size=world_size, left_out=[*left_out], as_saved=tree)
     tree = _unshared(tree, path)
     if not isinstance(tree, dict):
@@ -92,11 +90,9 @@ def _take_models(tree: Tree) -> dict[str, dict[str, StoredTensor]]:
         weights = (key for _, node, key, value in level if node is tree and _has_shape(value))
         if any("." in str(key) for key in weights):
             break
-    loose = {str(key): value for key, value in tree.items() if isinstance(value, StoredTensor)}
+    loose = [key for key, value in tree.items() if isinstance(value, StoredTensor)]
     if loose:
-        for key in [key for key, value in tree.items() if isinstance(value, StoredTensor)]:
-            del tree[key]
-        return {"": loose}
+        return {"": {str(key): tree.pop(key) for key in loose}}
     dicts = {key: [*value.values()] for key, value in tree.items() if isinstance(value, dict)}
     return {
         str(key): _flat_tensors(tree, key)

@@ -142,33 +142,23 @@ class _Verifier:
         self._archive, self._values, self._finite = archive, values, finite
         # Each block and record is compared once, apart from the tensors that lie in it.
         self._blocks, self._files = Files(archive.checksums), Files(compares_records=False)
-        self._tensors = list(archive.all_tensors())
-        self._spans = [
-            (path, piece.source)
-            for path, tensor in self._tensors
-            for piece in (*tensor.pieces, *tensor.copies)
-            if isinstance(piece.source, Span) and piece.box.numel
-        ]
+        self._tensors: list[tuple[str, StoredTensor]] = []
+        self._bare: set[str] = set()  # tensors with values that have no checksum
         self._records: dict[Any, list[str]] = {}  # with a checksum: the tensors in each
-        for path, span in self._spans:
-            if span.checksum is not None:
-                self._records.setdefault((span.path, span.checksum), []).append(path)
+        self._problems: list[Problem] = []  # that are seen without reading values
 
     def run(self, progress: bool) -> Verification:
         archive, checksums = self._archive, self._archive.checksums
-        problems = list(self._of_files())
-        problems += [
-            Problem("optimizer", name, "no parameter of the model has this name")
-            for name in archive.strange_states
-        ]
-        unusable = {problem.where for problem in problems}
-        compared: list[tuple[Path, Any]] = [
-            item
-            for item in (*checksums.items(), *self._records)
-            if self._values and self._name(item[0]) not in unusable
-        ]
-        items = [*compared, *self._tensors]
         with self._files:
+            self._look_at_files()
+            self._look_for_values()
+            unusable = {problem.where for problem in self._problems}
+            compared: list[tuple[Path, Any]] = [
+                item
+                for item in (*checksums.items(), *self._records)
+                if self._values and self._name(item[0]) not in unusable
+            ]
+            items = [*compared, *self._tensors]
             results = for_each(
                 items,
                 self._look_at,
@@ -176,16 +166,15 @@ class _Verifier:
                 total_nbytes=sum(what.nbytes for _, what in items),
                 progress=progress and self._values,
             )
-        bare = {path for path, span in self._spans if not (span.checksum or span.path in checksums)}
         return Verification(
             path=archive.path,
             kind=archive.kind,
             tensors=tuple(result for result, _ in results if result is not None),
-            problems=(*problems, *(each for _, found in results for each in found)),
+            problems=(*self._problems, *(each for _, found in results for each in found)),
             num_checksums=sum(
                 len(what.checksums) if isinstance(what, FileFacts) else 1 for _, what in compared
             ),
-            num_without_checksum=len(bare),
+            num_without_checksum=len(self._bare),
             nbytes=archive.nbytes,
             left_out=tuple(archive.left_out),
         )
@@ -193,8 +182,8 @@ class _Verifier:
     def _name(self, file: Path) -> str:
         return relative_name(file, self._archive.path)
 
-    def _of_files(self) -> Iterator[Problem]:
-        """Yield files that are missing or of another length, without reading them."""
+    def _look_at_files(self) -> None:
+        """Note files that are missing or of another length."""
         for file, facts in sorted(self._archive.checksums.items(), key=lambda item: item[0]):
             what = None
             try:
@@ -206,7 +195,27 @@ class _Verifier:
             except (OSError, CheckpointError) as error:
                 what = _line(error)
             if what is not None:
-                yield Problem("file", self._name(file), what)
+                self._problems.append(Problem("file", self._name(file), what))
+
+    def _look_for_values(self) -> None:
+        """Find the spans of all tensors. Note those with a chunk that cannot be opened, and states
+        of no parameter."""
+        for path, tensor in self._archive.all_tensors():
+            pieces = [piece for piece in (*tensor.pieces, *tensor.copies) if piece.box.numel]
+            try:
+                spans = [x for x in (piece.source for piece in pieces) if isinstance(x, Span)]
+            except (CheckpointError, OSError) as error:
+                self._problems.append(Problem("file", path, _line(error)))
+                continue
+            self._tensors.append((path, tensor))
+            for span in spans:
+                if span.checksum is not None:
+                    self._records.setdefault((span.path, span.checksum), []).append(path)
+                elif span.path not in self._archive.checksums:
+                    self._bare.add(path)
+        what = "no parameter of the model has this name"
+        strange = self._archive.strange_states
+        self._problems += [Problem("optimizer", name, what) for name in strange]
 
     # -- values
 
@@ -228,29 +237,23 @@ class _Verifier:
     def _of_tensor(
         self, path: str, tensor: StoredTensor, tick: Tick
     ) -> tuple[TensorCheck, list[Problem]]:
-        counts: tuple[int, int] | tuple[None, None] = None, None
+        num_nan: int | None = None
+        num_inf: int | None = None
         problems = []
         what = coverage_problem(tensor.shape, [piece.box for piece in tensor.pieces])
         if what is not None:
             problems.append(Problem("coverage", path, what))
         elif self._values:
+            numel = AT_ONCE_NBYTES // tensor.dtype.itemsize
             try:
-                counts = self._count(tensor, tick)
+                found = [count_not_finite(x) for x in values_of(tensor, self._files, numel, tick)]
+                num_nan, num_inf = (sum(each[at] for each in found) for at in (0, 1))
                 problems += [Problem("copies", path, text) for text in self._copies(tensor, tick)]
             except (CheckpointError, OSError) as error:
                 problems.append(Problem("file", path, _line(error)))
-        if self._finite and any(counts):
-            problems.append(Problem("not finite", path, f"{counts[0]} NaN, {counts[1]} infinite"))
-        return TensorCheck(path, tensor.dtype, tensor.shape, *counts), problems
-
-    def _count(self, tensor: StoredTensor, tick: Tick) -> tuple[int, int]:
-        """Return how many elements are NaN, and how many infinite."""
-        num_nan = num_inf = 0
-        numel = AT_ONCE_NBYTES // tensor.dtype.itemsize
-        for values in values_of(tensor, self._files, numel, tick):
-            found = count_not_finite(values)
-            num_nan, num_inf = num_nan + found[0], num_inf + found[1]
-        return num_nan, num_inf
+        if self._finite and (num_nan or num_inf):
+            problems.append(Problem("not finite", path, f"{num_nan} NaN, {num_inf} infinite"))
+        return TensorCheck(path, tensor.dtype, tensor.shape, num_nan, num_inf), problems
 
     def _copies(self, tensor: StoredTensor, tick: Tick) -> Iterator[str]:
         """Yield which copies differ from the pieces, and in how many elements."""

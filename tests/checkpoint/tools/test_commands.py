@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import re
@@ -18,8 +17,6 @@ pytest.importorskip("rich")
 
 from safetensors.torch import save_file
 
-import fsdp_compat
-from fsdp_compat.checkpoint import files
 from tests.checkpoint.tools.program import Result, run
 from tests.support.checkpoints import FACTS
 from tests.support.time_limit import limit_s
@@ -261,34 +258,6 @@ def test_a_bug_keeps_its_traceback(
     monkeypatch.setattr(os, "fsync", lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run("convert", model, tmp_path / "target")
-
-
-# -- arguments
-
-
-@pytest.mark.parametrize(
-    ("name", "function", "only_of_command"),
-    [
-        ("inspect", files.inspect, {"json", "all"}),  # how results are printed
-        ("verify", files.verify, {"json"}),
-        ("diff", files.diff, {"json"}),
-        ("convert", files.convert, set()),
-        ("plan", fsdp_compat.plan, {"json", "plot"}),
-        ("run", fsdp_compat.install, set()),
-    ],
-)
-def test_a_command_and_its_function_have_the_same_arguments(
-    name: str, function: Any, only_of_command: set[str]
-) -> None:
-    usage = run(name, "--help").stdout.partition("\n\n")[0]
-    options = {each.replace("-", "_") for each in re.findall(r"--(?:no-)?([\w-]+)", usage)}
-    parameters = inspect.signature(function).parameters
-    optional = {name for name, each in parameters.items() if each.kind is each.KEYWORD_ONLY}
-    assert options - only_of_command <= parameters.keys()
-    if name in FILES:
-        assert options == optional - {"progress"} | only_of_command  # shown on a terminal
-        positional = " ".join(name for name in parameters if name not in optional)
-        assert usage.split("]")[-1].split() == positional.split()
 
 
 # -- the program

@@ -25,7 +25,7 @@ from tests.checkpoint.tools.program import run
 from tests.support import checkpoints, odd_model
 from tests.support.checkpoints import assert_same, flip, refused
 from tests.support.pairwise import each_value
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.ranks import on_ranks
 
 SUFFIX = {"safetensors-file": ".safetensors", "torch": ".pt"}
 FORMATS = {  # and whether they hold an optimizer
@@ -83,24 +83,6 @@ def test_every_format_becomes_every_other(tmp_path: Path) -> None:
             content = assert_reference(again, made, FORMATS[name] and holds_optimizer)
             if name == "native" and other == "torch":
                 assert content.extra == {"epoch": 2}
-
-
-def load_and_compare(path: Path) -> None:
-    expected = checkpoints.reference()
-    for name, state in expected["optimizer"]["state"].items():
-        expected["model"].update({f"state.{name}.{key}": value for key, value in state.items()})
-    for wrap in (checkpoints.ours_fsdp1, checkpoints.ours_fully_shard):
-        model = wrap(checkpoints.unsharded())
-        optimizer = checkpoints.trained(model)  # so that something has to be replaced
-        checkpoints.trained(model)
-        checkpoint.load(path, model, optimizer)
-        odd_model.assert_same(checkpoints.state_of(model, optimizer), expected["model"])
-
-
-def test_a_converted_checkpoint_loads_into_the_wrapped_model(tmp_path: Path) -> None:
-    made = checkpoints.make("fsdp1-sharded-dcp", 2, tmp_path)
-    path = to("native", made["path"], tmp_path, world_size=3, unit=r"blocks\.")
-    run_ranks(2, load_and_compare, path)
 
 
 def test_what_is_taken_and_how_it_is_called(tmp_path: Path) -> None:

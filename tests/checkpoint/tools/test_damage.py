@@ -17,7 +17,6 @@ from fsdp_compat.checkpoint.files import convert, inspect, verify
 from fsdp_compat.errors import CheckpointError, UsageError
 from tests.checkpoint.tools.content import assert_model, content_of
 from tests.checkpoint.tools.program import run
-from tests.support import checkpoints
 from tests.support.checkpoints import Forgery, assert_same, flip, refused, save_dcp
 
 NAN, INF = float("nan"), float("inf")
@@ -60,24 +59,6 @@ def test_no_changed_byte_gives_other_values(tmp_path: Path, kind: str) -> None:
         file.write_bytes(content[:length])
         with pytest.raises(CheckpointError):
             content_of(path)
-
-
-@pytest.mark.parametrize("kind", ["ddp", "fsdp1-sharded-dcp", "fsdp2-torch"])
-def test_every_value_of_torchs_files_has_its_checksum(kind: str, tmp_path: Path) -> None:
-    path = checkpoints.make(kind, 2, tmp_path)["path"]
-    result = verify(path)
-    assert result.is_intact and result.num_checksums and not result.num_without_checksum
-    tensors = [each for each in inspect(path).tensors if each.section == "model"]
-    parts = [part for each in tensors for part in each.parts if part.nbytes]
-    start, name = max((part.start, part.file) for part in parts if part.file is not None)
-    flip(path if path.is_file() else path / name, start + 1)
-    problem, *more = verify(path).problems
-    assert (problem.kind, problem.where, more) == ("checksum", name, [])
-    assert "checksum" in problem.what and ", of " in problem.what
-    for target in ("x.safetensors", "x.pt", "native"):
-        with pytest.raises(CheckpointError, match="checksum"):
-            convert(path, tmp_path / target, to="native" if target == "native" else None)
-        assert not (tmp_path / target).exists()
 
 
 def verdict(path: Path) -> str:

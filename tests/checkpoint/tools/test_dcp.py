@@ -3,11 +3,13 @@ ones are refused."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pickle
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from fsdp_compat import FullyShardedDataParallel
+from fsdp_compat.checkpoint import load
 from fsdp_compat.checkpoint.files import convert, inspect, verify
 from fsdp_compat.errors import CheckpointError, UsageError
 from tests.checkpoint.tools.content import assert_model, assert_reference, content_of
@@ -29,8 +35,10 @@ from tests.support.checkpoints import (
     FACTS,
     WRAPPERS,
     assert_same,
+    flip,
     make,
     reference,
+    refused,
     save_dcp,
     trained,
     unsharded,
@@ -199,24 +207,76 @@ def test_damaged_metadata_raise_one_error_or_are_read_inside_their_bounds(
             assert "No tensor matches" in str(error)
 
 
-@pytest.mark.xfail(strict=True, reason="opening a directory reads the head of every chunk")
-def test_what_a_directory_holds_is_told_without_opening_every_chunk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    values = {f"{number}.weight": torch.ones(32, 2) for number in range(20)}
+@contextlib.contextmanager
+def counting_reads() -> Iterator[list[int]]:
+    """Count the calls that read from files."""
+    num_reads = [0]
+    with pytest.MonkeyPatch.context() as patch:
+        for name, original in (("pread", os.pread), ("preadv", os.preadv)):
+
+            def counted(*args: Any, read: Callable[..., Any] = original) -> Any:
+                num_reads[0] += 1
+                return read(*args)
+
+            patch.setattr(os, name, counted)
+        yield num_reads
+
+
+def cut_in_chunks(tmp_path: Path) -> tuple[Path, int]:
+    """A checkpoint, and its number of chunks."""
+    values = {f"{number}.weight": torch.full((32, 2), number) for number in range(20)}
     torch.save(values, tmp_path / "x.pt")
-    path = convert(tmp_path / "x.pt", tmp_path / "dcp", to="dcp", world_size=32)
-    num_reads = 0
-    for name, original in (("pread", os.pread), ("preadv", os.preadv)):
+    return convert(tmp_path / "x.pt", tmp_path / "dcp", to="dcp", world_size=32), 20 * 32
 
-        def counted(*args: Any, read: Callable[..., Any] = original) -> Any:
-            nonlocal num_reads
-            num_reads += 1
-            return read(*args)
 
-        monkeypatch.setattr(os, name, counted)
-    assert len(inspect(path).tensors) == 20
-    assert num_reads < 20 * 32, "fewer reads than chunks"
+def test_what_a_directory_holds_is_told_without_opening_every_chunk(tmp_path: Path) -> None:
+    path, num_chunks = cut_in_chunks(tmp_path)
+    with counting_reads() as num_reads:
+        found = inspect(path)
+        assert len(found.tensors) == 20 and found.nbytes_by_rank().keys() == {*range(32)}
+        assert num_reads[0] < num_chunks, "fewer reads than chunks"
+        assert {type(part.start) for each in found.tensors for part in each.parts} == {int}
+        assert num_reads[0] > num_chunks, "a chunk that is asked for is opened"
+
+
+def load_one_tensor(path: Path, is_damaged: bool) -> None:
+    model = FullyShardedDataParallel(nn.Linear(2, 32, bias=False), use_orig_params=True)
+    rename = {"7.weight": "weight"}.get
+    with counting_reads() as num_reads:
+        if is_damaged:
+            with refused(CheckpointError, "not a tensor", "7.weight"):
+                load(path, model, rename=rename)
+        else:
+            load(path, model, rename=rename)
+            assert all(bool((values == 7).all()) for values in model.parameters())
+    assert num_reads[0] < 20 * 32, "fewer reads than chunks"
+
+
+def test_a_rank_opens_what_it_reads_and_damage_stops_all_and_is_named(tmp_path: Path) -> None:
+    path, _ = cut_in_chunks(tmp_path)
+    run_ranks(2, load_one_tensor, path, False)
+    places = pickle.loads((path / ".metadata").read_bytes()).storage_data
+    (place,) = (
+        each for index, each in places.items() if index.fqn == "7.weight" and index.offset[0] == 5
+    )
+    flip(path / place.relative_path, place.offset)
+    run_ranks(2, load_one_tensor, path, True)
+    for quick in (False, True):
+        (problem,) = verify(path, quick=quick).problems
+        assert (problem.kind, problem.where) == ("file", "model/7.weight")
+        assert place.relative_path in problem.what
+    with refused(CheckpointError, "not a tensor", "7.weight"):
+        convert(path, tmp_path / "y.pt")
+    assert not (tmp_path / "y.pt").exists()
+
+
+def test_metadata_of_any_length_are_read(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(4)}, tmp_path / "x.pt")
+    path = convert(tmp_path / "x.pt", tmp_path / "dcp", to="dcp")
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    metadata.storage_meta = StorageMeta(checkpoint_id="x" * 100_000_001)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert_model(path, {"w": torch.ones(4)})
 
 
 def test_other_values_and_numbered_states_are_written_in_their_dtypes(tmp_path: Path) -> None:

@@ -212,30 +212,6 @@ def test_what_a_hostile_pickle_asks_for_is_named_and_not_even_imported(tmp_path:
     assert "antigravity" not in sys.modules
 
 
-_SAMPLE = {
-    "a": [1, 2.5, (3, None)],
-    "b": {"x": np.arange(3), "y": collections.OrderedDict(z={1, 2})},
-    "c": argparse.Namespace(d=torch.float32, e=torch.Size([1])),
-}
-_SAMPLES = [pickle.dumps(_SAMPLE, protocol) for protocol in (2, 4, 5)]
-
-
-@given(
-    st.sampled_from(_SAMPLES),
-    st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), min_size=1, max_size=4),
-    st.integers(0, 10_000),
-)
-@settings(max_examples=at_most(150, of_all=600), deadline=None)
-def test_changed_and_cut_pickles_give_an_error_or_values(
-    data: bytes, changes: list[tuple[int, int]], length: int
-) -> None:
-    changed = bytearray(data)
-    for place, byte in changes:
-        changed[place % len(changed)] = byte
-    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(CheckpointError):
-        inspect(save_pickle(Path(folder, "x"), bytes(changed[: length % (2 * len(changed)) + 1])))
-
-
 # -- bounds of time and memory
 
 

@@ -73,23 +73,12 @@ def test_when_work_runs(
 # -- the host
 
 
-def test_the_host_is_ahead_until_it_waits() -> None:
-    program = [work(A, 3), StreamSync(A), work(B, 1)]
-    played = play(program, alone, enqueue_s=0.5)
-    assert times(played) == [(A, 0, 3), (B, 3, 4)]
-
-
 @pytest.mark.parametrize(
     "sync, end", [(EventSync(7), 2.0), (StreamSync(A), 5.0), (DeviceSync(), 6.0)]
 )
 def test_what_the_host_waits_for(sync: Happening, end: float) -> None:
     program = [work(A, 2), Record(7, A), work(A, 3), work(C, 6), sync, work(B, 1)]
     assert (B, end, end + 1) in times(play(program, alone))
-
-
-def test_events_take_time_of_the_host() -> None:
-    program = [Record(7, A), Wait(7, B), work(B, 1)]
-    assert play(program, alone, event_s=0.25).seconds == 1.5
 
 
 def test_marks_are_when_the_host_gets_there_after_its_waits() -> None:
