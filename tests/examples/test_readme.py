@@ -250,7 +250,7 @@ ELSEWHERE = [  # tests/clients/test_recipes.py runs it
     *ALONE,
     *blocks("examples/README.md", "python", "A Transformers model"),
     *blocks("examples/README.md", "python", "LoRA"),
-    *(WITHOUT_TORCHRUN := blocks("examples/README.md", "python", "Without torchrun")),
+    *(ALONE_OR_SPAWNED := blocks("examples/README.md", "python", "Tests, notebooks and spawn")),
 ]
 
 
@@ -281,8 +281,8 @@ def test_all_recipes_run_in_one_folder_and_some_resume(tmp_path: Path) -> None:
     run_ranks(2, _run_recipes, str(tmp_path), "default=")  # these resume
 
 
-def test_programs_run_without_torchrun(tmp_path: Path) -> None:
-    alone, test = WITHOUT_TORCHRUN
+def test_programs_and_tests_run_without_torchrun(tmp_path: Path) -> None:
+    test, alone = ALONE_OR_SPAWNED
     (tmp_path / "alone.py").write_text(alone)
     (tmp_path / "test_sharded.py").write_text(test)
     for command in (["alone.py"], ["-m", "pytest", "-q", "test_sharded.py"]):
