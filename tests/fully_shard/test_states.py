@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import copy
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -19,13 +17,11 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
-    set_state_dict,
 )
 from torch.distributed.tensor import DTensor
 
 from fsdp_compat import (
     CheckpointError,
-    FullOptimStateDictConfig,
     FullStateDictConfig,
     ShardedStateDictConfig,
     StateDictType,
@@ -33,7 +29,6 @@ from fsdp_compat import (
     UsageError,
 )
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from tests.support.cases import about
 from tests.support.fully_sharded import (
     TORCH,
     Odd,
@@ -61,8 +56,7 @@ from tests.support.parity import (
     whole,
     whole_gradients,
 )
-from tests.support.ranks import on_ranks, run_ranks
-from tests.support.sampling import sample
+from tests.support.ranks import on_ranks
 
 WHOLE = StateDictOptions(full_state_dict=True)
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
@@ -143,66 +137,10 @@ def test_torchs_state_dict_functions_broadcast_whole_states_from_the_first_rank(
 # -- checkpoints of torch.distributed.checkpoint
 
 
-def _load_and_save(kind: str, source: str, target: str) -> None:
-    """source: "" for a model that has been trained."""
-    model, optim = _trained(kind, seed=2 if source else 1)
-    weights, states = get_state_dict(model, optim)
-    state = {"model": weights, "optim": states}
-    if source:
-        dcp.load(state, checkpoint_id=source)
-        given = {"model_state_dict": state["model"], "optim_state_dict": state["optim"]}
-        set_state_dict(model, optim, **given)
-        dcp.save(state, checkpoint_id=target)
-    else:
-        group = dist.new_group(backend="gloo")
-        dcp.async_save(state, checkpoint_id=target, process_group=group).result()
-    _require(kind, model, optim, seed=1)
-
-
-def test_dcp_moves_states_between_layouts_and_torchs_fsdp2(tmp_path: Path) -> None:
-    source = ""
-    for kind, ranks in (("hybrid", 4), ("torch", 3), ("columns", 2), ("list", 1)):
-        with about(f"{kind} on {ranks} ranks"):
-            run_ranks(ranks, _load_and_save, kind, source, str(tmp_path / kind))
-            source = str(tmp_path / kind)
-
-
 # -- FullyShardedDataParallel's functions
 
 
 ON_CASES = pytest.mark.parametrize(("kind", "ranks"), [("columns", 3), ("list", 2), ("mixed", 2)])
-
-
-@only_ours
-@ON_CASES
-@on_ranks("ranks")
-def test_states_equal_those_of_an_unsharded_model_and_load(kind: str, ranks: int) -> None:
-    on_rank0 = FullStateDictConfig(rank0_only=True), FullOptimStateDictConfig(rank0_only=True)
-    first = dist.get_rank() == 0
-    forms: list[tuple[StateDictType, Any]] = [(FULL, on_rank0), (SHARDED, ()), (FULL, ())]
-    for form, configs in sample(forms, 0 if kind == "list" else 1):
-        model, optim = _trained(kind, seed=1)
-        _require(kind, model, optim, seed=1, by_calls=True)
-        other, other_optim = _trained(kind, seed=2)
-        with about(f"{form.name} {configs}"), FSDP.state_dict_type(model, form, *configs):
-            weights, states = model.state_dict(), FSDP.optim_state_dict(model, optim)
-            assert bool(states) is (first or not configs)
-            if kind != "mixed":  # whose root is not sharded
-                assert bool(weights) is bool(states)
-                assert form is FULL or isinstance(states["state"]["stem.bias"]["exp_avg"], DTensor)
-        with FSDP.state_dict_type(other, form, *configs):
-            if configs:
-                given: list[Any] = [weights]
-                dist.broadcast_object_list(given)
-                weights = given[0]
-            other.load_state_dict(weights)
-            states = FSDP.optim_state_dict_to_load(other, other_optim, states)
-            other_optim.load_state_dict(states)
-        _require(kind, other, other_optim, seed=1, by_calls=True)
-        take_steps(other, other_optim, 9)
-        take_steps(model, optim, 9)
-        with FSDP.state_dict_type(model, FULL), FSDP.state_dict_type(other, FULL):
-            assert_same_values(other.state_dict(), model.state_dict(), "state after a step")
 
 
 @only_ours

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from fsdp_compat import (
     CPUOffload,
@@ -33,18 +32,15 @@ from tests.support.models import DIM, Block, Fragile, Inner, Odd, Outer, Stack, 
 from tests.support.pairwise import each_value
 from tests.support.parity import (
     Pair,
-    assert_close,
     assert_same_values,
     both_forms,
     both_strategies,
     make_pair,
     seeded,
-    square,
 )
 from tests.support.ranks import on_ranks, run_ranks
 
 NO_SHARD = ShardingStrategy.NO_SHARD
-LINEAR = partial(nn.Linear, DIM, DIM)
 
 
 # -- the ways to copy
@@ -262,25 +258,6 @@ def test_a_nested_instance_may_be_copied_alone_and_becomes_a_root() -> None:
 
 @both_forms
 @on_ranks(2)
-def test_a_container_around_several_roots_may_be_copied(use_orig_params: bool) -> None:
-    wrap = partial(FSDP, use_orig_params=use_orig_params)
-    for way in TWO_WAYS:
-        plain, model = (seeded(partial(chain, Block, Block, LINEAR)) for _ in range(2))
-        model[0] = wrap(model[0], auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
-        model[1] = wrap(model[1])
-        other = way(model)
-        assert layout_of(other) == layout_of(model)
-        assert_apart(model, other)
-        for module in (plain, model, other):
-            square(module, batch(0)).backward()
-        for module in (model, other):
-            for index in (0, 1):
-                pair_of(plain[index], module[index]).compare_gradients()
-            assert_close(module[2].weight.grad, plain[2].weight.grad, "gradient")
-
-
-@both_forms
-@on_ranks(2)
 def test_a_copy_of_an_inner_module_made_in_summon_full_params_is_plain(
     use_orig_params: bool,
 ) -> None:
@@ -410,44 +387,6 @@ def test_a_copy_leaves_accumulated_gradients_to_the_original(use_orig_params: bo
 
 
 # -- moving averages, optimizers
-
-
-@torch.no_grad()
-def _move(average: nn.Module, current: nn.Module) -> None:
-    for e, p in zip(average.parameters(), current.parameters(), strict=True):
-        e.lerp_(p, 0.25)
-
-
-_update, _moving = AveragedModel.update_parameters, get_ema_multi_avg_fn(0.9)
-AVERAGES: dict[str, tuple[str, Callable[[nn.Module], Any], Callable[..., None]]] = {
-    "by hand": ("mixed", lambda model: copy.deepcopy(model).requires_grad_(False), _move),
-    "AveragedModel": ("mixed inside", partial(AveragedModel, multi_avg_fn=_moving), _update),
-    "with buffers": ("nested", partial(AveragedModel, use_buffers=True), _update),
-}
-
-
-@each_value
-@both_forms
-@pytest.mark.parametrize("case", AVERAGES)
-@on_ranks(2)
-def test_an_average_of_parameters_equals_that_of_the_unsharded_model(
-    case: str, use_orig_params: bool
-) -> None:
-    name, average_of, update = AVERAGES[case]
-    pair = make(name, use_orig_params=use_orig_params)
-    plain, average = average_of(pair.plain), average_of(pair.model)
-    for _ in range(2):
-        pair.step()
-        update(plain, pair.plain)
-        update(average, pair.model)
-    assert_same_values(average.state_dict(), plain.state_dict(), "average")
-    average.load_state_dict(average.state_dict())
-    buffers = [value for _, value in average.named_buffers()]
-    for buffer, expected in zip(buffers, plain.buffers(), strict=True):
-        assert_close(buffer, expected, "buffer")
-    with torch.no_grad():
-        assert_close(average.eval()(batch(9)), plain.eval()(batch(9)), "output of the average")
-    pair.step()
 
 
 @both_forms
