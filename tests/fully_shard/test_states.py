@@ -35,7 +35,6 @@ from tests.support.fully_sharded import (
     adamw,
     api,
     batch_of,
-    flattened,
     is_sharded,
     pair_of,
     shard_all,
@@ -65,17 +64,10 @@ only_ours = pytest.mark.skipif(api is TORCH, reason="knows nothing of torch's FS
 _trained = partial(trained, codes=True)
 
 
-def _require(
-    kind: str, model: nn.Module, optim: torch.optim.Optimizer, seed: int, by_calls: bool = False
-) -> None:
-    """Compare with an unsharded model. Collective. by_calls: of FullyShardedDataParallel."""
-    expected = whole_states(*_trained("untied" if kind == "mixed" else "plain", seed))
-    if by_calls:
-        with FSDP.state_dict_type(model, FULL):
-            weights, found = model.state_dict(), flattened(FSDP.optim_state_dict(model, optim))
-        assert all(type(value) is Tensor for value in (*weights.values(), *found.values()))
-    else:
-        weights, found = whole_states(model, optim)
+def _require(model: nn.Module, optim: torch.optim.Optimizer) -> None:
+    """Compare with an unsharded model. Collective."""
+    expected = whole_states(*_trained("plain", seed=1))
+    weights, found = whole_states(model, optim)
     assert_same_values(weights, expected[0], "state")
     assert_same_values({name: found[name] for name in expected[1]}, expected[1], "state of")
     assert len(found) == len(expected[1])
@@ -126,7 +118,7 @@ def test_torchs_state_dict_functions_broadcast_whole_states_from_the_first_rank(
     sent = dict(weights), dict(states)  # torch puts DTensors in
     set_model_state_dict(model, sent[0] if first else {}, options=options)
     set_optimizer_state_dict(model, optim, sent[1] if first else {}, options=options)
-    _require("ours", model, optim, seed=1)
+    _require(model, optim)
     offload = StateDictOptions(full_state_dict=True, cpu_offload=True)
     found = get_model_state_dict(model, options=offload)
     assert list(found) == (list(weights) if first else [])
@@ -227,7 +219,7 @@ def test_calls_that_cannot_work_are_refused_on_every_rank() -> None:
         pytest.raises(CheckpointError, match="broadcast_from_rank0"),
     ):
         model.load_state_dict(saved if dist.get_rank() == 0 else {})
-    _require("ours", model, optim, seed=1)
+    _require(model, optim)
     mixed, its = trained("mixed", seed=1)
     with pytest.raises(AssertionError, match="different state dict types"):
         FSDP.optim_state_dict(mixed, its)

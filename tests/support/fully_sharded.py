@@ -191,15 +191,6 @@ def whole_states(
     return {name: whole(value) for name, value in model.state_dict().items()}, state
 
 
-def flattened(optim_state: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of a state dict of an optimizer, as ``whole_states`` names them."""
-    return {
-        f"{name}.{key}": value
-        for name, entry in optim_state["state"].items()
-        for key, value in entry.items()
-    }
-
-
 # -- a user's own collectives, which note what they are given
 
 # torch 2.13 has renamed both

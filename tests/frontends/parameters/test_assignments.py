@@ -267,26 +267,3 @@ def test_full_parameters_gradients_and_state_dicts_do_not_view_the_shard(
     for value in (*grads, *model.state_dict().values()):
         value.zero_()
     assert all(map(torch.equal, model.parameters(), before))
-
-
-@each_value
-@both_forms
-@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, NO_SHARD])
-@pytest.mark.parametrize("to_cpu", [False, True])
-@on_ranks(2)
-def test_summon_full_params_writes_back_on_request(
-    to_cpu: bool, strategy: ShardingStrategy, use_orig_params: bool
-) -> None:
-    pair = make_pair(Stack, sharding_strategy=strategy, use_orig_params=use_orig_params, **OFFLOAD)
-    for writeback in (True, False, True):
-        pair.step(as_a_user=True)
-        pair.backwards()
-        options = {"writeback": writeback, "offload_to_cpu": to_cpu, "with_grads": True}
-        with FSDP.summon_full_params(pair.model, **options), torch.no_grad():
-            shown = [*pair.model.parameters()]
-            stays = writeback or strategy is NO_SHARD  # whose values are the only ones
-            for p in [*shown, *pair.plain.parameters()] if stays else shown:
-                p.add_(0.01)
-                p.grad.mul_(0.5)
-        pair.compare_parameters()
-        pair.compare_and_update()

@@ -108,14 +108,6 @@ class Decoder(nn.Module):
         hidden = F.embedding(tokens, self.embed.weight) + self.head.bias.sum()
         return {"scores": hidden @ self.head.weight.T * scale, "norm": self.head.weight.norm()}
 
-    @staticmethod
-    def constant(x: Tensor) -> Tensor:
-        return x + 1
-
-    @property
-    def broken(self) -> Tensor:
-        raise AttributeError("nothing of this name")
-
 
 def tokens(seed: int = 0) -> Tensor:
     return some_tokens(torch.Generator().manual_seed(seed))

@@ -74,23 +74,11 @@ def wrapped_linear() -> nn.Module:
     return nn.Sequential(small, nn.Linear(9, 9))
 
 
-def bare() -> nn.Module:
-    """Most modules have no parameters."""
-    linear, empty = nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Sequential(nn.Dropout())
-    return nn.Sequential(nn.ReLU(), empty, linear)
-
-
 BLOCKS, LINEARS = ["blocks.0", "blocks.1"], ["linear1", "linear2"]
 CHOICES: dict[str, tuple[Callable[[], nn.Module], Any, list[str]]] = {
-    # a block has 296 elements, of which none of its modules has more than 144
-    "size": (TwoBlocks, from_size(296), BLOCKS),
-    "a larger size": (TwoBlocks, from_size(297), []),
-    "a list of classes": (TwoBlocks, by_class([Block]), BLOCKS),
     "wrapped, function": (wrapped_block, custom(is_a(Block, FSDP)), BLOCKS),
     "wrapped, layers": (wrapped_block, layers_of(Block, FSDP), BLOCKS),
     "wrapped, size": (wrapped_linear, from_size(10), ["0.0", "1"]),
-    "bare, always": (bare, always, ["2", "2.0"]),
-    "bare, function": (bare, custom(lambda module: True), ["2", "2.0"]),
     # the output projection is never a unit, and counted for its attention: 72 of 288
     "attention, classes": (encoder_layer, by_class({nn.Linear}), LINEARS),
     "attention, function": (encoder_layer, custom(is_a(nn.Linear)), LINEARS),
