@@ -366,33 +366,6 @@ def test_nothing_is_left_mapped_after_the_model() -> None:
 
 
 @on_ranks(2, environment=MAPPED)
-def test_a_rank_that_raises_alone_in_forward_is_named() -> None:
-    """Where no rank waits for another one's unit."""
-    model, message = wide(), ""
-    model(torch.ones(2, WIDTH))
-    if dist.get_rank() == 1:
-        model.module[1].register_forward_pre_hook(lambda m, a: 1 / 0)
-    try:
-        with contextlib.suppress(ZeroDivisionError):
-            model(torch.ones(2, WIDTH))
-    except StateError as error:
-        message = str(error)
-    if dist.get_rank() == 0:
-        assert "Waiting for the end of a forward of" in message
-        assert "rank 1 has left with an exception" in message
-
-
-@on_ranks(3, environment=MAPPED)
-def test_training_goes_on_after_an_exception_on_all_ranks() -> None:
-    pair = wide_pair(1)
-    handle = pair.model.module[1].register_forward_pre_hook(lambda m, a: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        pair.model(torch.ones(2, WIDTH))
-    handle.remove()
-    pair.step()
-
-
-@on_ranks(2, environment=MAPPED)
 def test_passes_of_two_models_may_overlap() -> None:
     """A forward in the middle of another model's forward, and backwards in the other order."""
     one, other = wide_pair(), make_pair(functools.partial(Wide, 2), batch=wide_batch)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from tests.support.fully_sharded import (
     Gathers,
@@ -207,26 +207,6 @@ def test_clients_may_set_the_mesh_after_forward(option: bool | int | None, ranks
         _ = group.fsdp_params
     with pytest.raises(ValueError, match="reshard_after_forward"):
         group.post_forward_mesh_info = True
-
-
-@on_ranks(4)
-def test_reshard_after_forward_to_fewer_ranks_shows_and_gathers_over_the_smaller_mesh() -> None:
-    expected, model = _plain(), _sharded(reshard_after_forward=2)
-    gathers = Gathers(model)
-    loss = square(model, _batch())
-    for name, p in model.blocks.named_parameters():
-        assert isinstance(p, DTensor) and p.device_mesh.shape == (2, 2), name
-        assert p.placements == (Replicate(), Shard(0))
-        own = expected.blocks.get_parameter(name).chunk(2)[dist.get_rank() % 2]
-        assert torch.equal(p.to_local(), own), name
-    model.blocks[0].reshard()
-    assert model.blocks[0].up.weight.device_mesh.shape == (4,)
-    loss.backward()
-    ranks = [[call["ranks"] for call in gathers.calls_of(f"blocks.{n}")] for n in (0, 1)]
-    assert ranks[0] == [4, 4]
-    assert ranks[1] in ([4, 2], [4]), "a custom all-gather is for the whole mesh"
-    assert all(p.device_mesh.shape == (4,) for p in model.parameters())
-    assert_same_values(whole_gradients(model), _expected_gradients(4), "gradient")
 
 
 @on_ranks(2)

@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import copy
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -19,13 +17,11 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
-    set_state_dict,
 )
 from torch.distributed.tensor import DTensor
 
 from fsdp_compat import (
     CheckpointError,
-    FullOptimStateDictConfig,
     FullStateDictConfig,
     ShardedStateDictConfig,
     StateDictType,
@@ -33,14 +29,12 @@ from fsdp_compat import (
     UsageError,
 )
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from tests.support.cases import about
 from tests.support.fully_sharded import (
     TORCH,
     Odd,
     adamw,
     api,
     batch_of,
-    flattened,
     is_sharded,
     pair_of,
     shard_all,
@@ -61,8 +55,7 @@ from tests.support.parity import (
     whole,
     whole_gradients,
 )
-from tests.support.ranks import on_ranks, run_ranks
-from tests.support.sampling import sample
+from tests.support.ranks import on_ranks
 
 WHOLE = StateDictOptions(full_state_dict=True)
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
@@ -71,17 +64,10 @@ only_ours = pytest.mark.skipif(api is TORCH, reason="knows nothing of torch's FS
 _trained = partial(trained, codes=True)
 
 
-def _require(
-    kind: str, model: nn.Module, optim: torch.optim.Optimizer, seed: int, by_calls: bool = False
-) -> None:
-    """Compare with an unsharded model. Collective. by_calls: of FullyShardedDataParallel."""
-    expected = whole_states(*_trained("untied" if kind == "mixed" else "plain", seed))
-    if by_calls:
-        with FSDP.state_dict_type(model, FULL):
-            weights, found = model.state_dict(), flattened(FSDP.optim_state_dict(model, optim))
-        assert all(type(value) is Tensor for value in (*weights.values(), *found.values()))
-    else:
-        weights, found = whole_states(model, optim)
+def _require(model: nn.Module, optim: torch.optim.Optimizer) -> None:
+    """Compare with an unsharded model. Collective."""
+    expected = whole_states(*_trained("plain", seed=1))
+    weights, found = whole_states(model, optim)
     assert_same_values(weights, expected[0], "state")
     assert_same_values({name: found[name] for name in expected[1]}, expected[1], "state of")
     assert len(found) == len(expected[1])
@@ -132,7 +118,7 @@ def test_torchs_state_dict_functions_broadcast_whole_states_from_the_first_rank(
     sent = dict(weights), dict(states)  # torch puts DTensors in
     set_model_state_dict(model, sent[0] if first else {}, options=options)
     set_optimizer_state_dict(model, optim, sent[1] if first else {}, options=options)
-    _require("ours", model, optim, seed=1)
+    _require(model, optim)
     offload = StateDictOptions(full_state_dict=True, cpu_offload=True)
     found = get_model_state_dict(model, options=offload)
     assert list(found) == (list(weights) if first else [])
@@ -143,66 +129,10 @@ def test_torchs_state_dict_functions_broadcast_whole_states_from_the_first_rank(
 # -- checkpoints of torch.distributed.checkpoint
 
 
-def _load_and_save(kind: str, source: str, target: str) -> None:
-    """source: "" for a model that has been trained."""
-    model, optim = _trained(kind, seed=2 if source else 1)
-    weights, states = get_state_dict(model, optim)
-    state = {"model": weights, "optim": states}
-    if source:
-        dcp.load(state, checkpoint_id=source)
-        given = {"model_state_dict": state["model"], "optim_state_dict": state["optim"]}
-        set_state_dict(model, optim, **given)
-        dcp.save(state, checkpoint_id=target)
-    else:
-        group = dist.new_group(backend="gloo")
-        dcp.async_save(state, checkpoint_id=target, process_group=group).result()
-    _require(kind, model, optim, seed=1)
-
-
-def test_dcp_moves_states_between_layouts_and_torchs_fsdp2(tmp_path: Path) -> None:
-    source = ""
-    for kind, ranks in (("hybrid", 4), ("torch", 3), ("columns", 2), ("list", 1)):
-        with about(f"{kind} on {ranks} ranks"):
-            run_ranks(ranks, _load_and_save, kind, source, str(tmp_path / kind))
-            source = str(tmp_path / kind)
-
-
 # -- FullyShardedDataParallel's functions
 
 
 ON_CASES = pytest.mark.parametrize(("kind", "ranks"), [("columns", 3), ("list", 2), ("mixed", 2)])
-
-
-@only_ours
-@ON_CASES
-@on_ranks("ranks")
-def test_states_equal_those_of_an_unsharded_model_and_load(kind: str, ranks: int) -> None:
-    on_rank0 = FullStateDictConfig(rank0_only=True), FullOptimStateDictConfig(rank0_only=True)
-    first = dist.get_rank() == 0
-    forms: list[tuple[StateDictType, Any]] = [(FULL, on_rank0), (SHARDED, ()), (FULL, ())]
-    for form, configs in sample(forms, 0 if kind == "list" else 1):
-        model, optim = _trained(kind, seed=1)
-        _require(kind, model, optim, seed=1, by_calls=True)
-        other, other_optim = _trained(kind, seed=2)
-        with about(f"{form.name} {configs}"), FSDP.state_dict_type(model, form, *configs):
-            weights, states = model.state_dict(), FSDP.optim_state_dict(model, optim)
-            assert bool(states) is (first or not configs)
-            if kind != "mixed":  # whose root is not sharded
-                assert bool(weights) is bool(states)
-                assert form is FULL or isinstance(states["state"]["stem.bias"]["exp_avg"], DTensor)
-        with FSDP.state_dict_type(other, form, *configs):
-            if configs:
-                given: list[Any] = [weights]
-                dist.broadcast_object_list(given)
-                weights = given[0]
-            other.load_state_dict(weights)
-            states = FSDP.optim_state_dict_to_load(other, other_optim, states)
-            other_optim.load_state_dict(states)
-        _require(kind, other, other_optim, seed=1, by_calls=True)
-        take_steps(other, other_optim, 9)
-        take_steps(model, optim, 9)
-        with FSDP.state_dict_type(model, FULL), FSDP.state_dict_type(other, FULL):
-            assert_same_values(other.state_dict(), model.state_dict(), "state after a step")
 
 
 @only_ours
@@ -289,7 +219,7 @@ def test_calls_that_cannot_work_are_refused_on_every_rank() -> None:
         pytest.raises(CheckpointError, match="broadcast_from_rank0"),
     ):
         model.load_state_dict(saved if dist.get_rank() == 0 else {})
-    _require("ours", model, optim, seed=1)
+    _require(model, optim)
     mixed, its = trained("mixed", seed=1)
     with pytest.raises(AssertionError, match="different state dict types"):
         FSDP.optim_state_dict(mixed, its)

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
@@ -131,14 +130,9 @@ def take_steps(model: nn.Module, optim: torch.optim.Optimizer, *steps: int) -> N
 
 
 def sharded_as(kind: str, model: Any) -> Any:
-    """Shard an ``Odd`` in place, or wrap it: "ours", "torch", "hybrid" (on two replicas),
-    "columns" (along the last dim), "list", "flat", "original", or "mixed" (of both front ends);
-    else return it as it is."""
+    """Shard an ``Odd`` in place, or wrap it: "ours", "columns" (along the last dim), "list",
+    "flat", "original", or "mixed" (of both front ends); else return it as it is."""
     cpu = torch.device("cpu")
-    if kind == "hybrid":
-        shape = (2, dist.get_world_size() // 2)
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-        return shard_all(model, mesh=mesh)
     if kind in ("flat", "original"):
         blocks, original = ModuleWrapPolicy({Block}), kind == "original"
         return FSDP(model, auto_wrap_policy=blocks, use_orig_params=original, device_id=cpu)
@@ -154,8 +148,8 @@ def sharded_as(kind: str, model: Any) -> Any:
         api.fully_shard(model.head)
         api.fully_shard(model.again)
         return model
-    if kind in ("ours", "torch"):
-        return shard_all(model, library=TORCH if kind == "torch" else api)
+    if kind == "ours":
+        return shard_all(model)
     return model
 
 
@@ -189,15 +183,6 @@ def whole_states(
         for key, value in sorted(optim.state.get(p, {}).items())
     }
     return {name: whole(value) for name, value in model.state_dict().items()}, state
-
-
-def flattened(optim_state: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of a state dict of an optimizer, as ``whole_states`` names them."""
-    return {
-        f"{name}.{key}": value
-        for name, entry in optim_state["state"].items()
-        for key, value in entry.items()
-    }
 
 
 # -- a user's own collectives, which note what they are given

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
-import pickle
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -207,25 +205,6 @@ def test_a_disabled_scaler_sends_nothing() -> None:
         scaler.update()
         assert not torch.equal(parameters[0], torch.ones(2))
         assert torch.equal(parameters[0].grad, torch.ones(2))
-
-
-@on_ranks(2)
-def test_a_scaler_resumes_from_a_saved_state() -> None:
-    parameters = _parameters(2)
-    optim, scaler = _sgd(parameters), _started()
-    for _ in range(3):
-        _fill(parameters, scaler)
-        scaler.step(optim)
-        scaler.update()
-    loaded = ShardedGradScaler("cpu")
-    loaded.load_state_dict(scaler.state_dict())
-    for other in (loaded, copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
-        assert other.state_dict() == scaler.state_dict()
-        other.scale(torch.tensor(1.0))
-        _fill(parameters, other)
-        other.step(optim)
-        other.update()
-        assert other.get_scale() == 4096
 
 
 # -- without process groups

@@ -22,7 +22,7 @@ from tests.support.cases import about
 from tests.support.models import DIM, Block, Odd, Stack
 from tests.support.odd_model import assert_same, state_by_name
 from tests.support.optimizer_state import settings
-from tests.support.parity import ATOL, RTOL, assert_close, assert_same_values, seeded
+from tests.support.parity import ATOL, RTOL, assert_same_values, seeded
 from tests.support.ranks import on_ranks
 
 FULL_SHARD, _, NO_SHARD, HYBRID, _ = ShardingStrategy
@@ -202,39 +202,6 @@ def test_modules_are_wrapped_one_after_the_other_and_load_states_from_before() -
 
 
 # -- values that users write into parameters
-
-
-@on_ranks(2)
-def test_values_written_into_parameters_by_users_are_kept() -> None:
-    twins = Twins(partial(torch.optim.SGD, lr=0.05, momentum=0.9))
-    twins.wrap(use_orig_params=True)
-    twins.step(0)
-    model, plain = twins.model, twins.plain
-    part, whole = named(model), dict(plain.named_parameters())
-
-    def by_data(p: nn.Parameter) -> None:
-        p.data = p.data * 0.5
-
-    def by_set(p: nn.Parameter) -> None:
-        with torch.no_grad():
-            p.set_(p.detach() * 0.5)
-
-    for number, write in enumerate((by_data, by_set)):
-        with about(write.__name__):
-            for name in whole:
-                write(part[name])
-                write(whole[name])
-            twins.assert_equal("written values")
-            assert_close(model(batch(9)), plain(batch(9)), "forward")
-            twins.step(number)
-            twins.assert_equal("after a step")
-    for name in whole:  # the last write before a load
-        by_data(part[name])
-    model.load_state_dict(plain.state_dict())
-    twins.assert_equal("loaded values")
-    twins.step(8)
-    twins.assert_equal("after a step")
-    assert all(parameter is part[name] for name, parameter in named(model).items())
 
 
 # -- without original parameters

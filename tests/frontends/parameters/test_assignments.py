@@ -24,16 +24,14 @@ from fsdp_compat import (
     checkpoint,
 )
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from tests.support.models import DIM, Block, Stack, Tied, chain
+from tests.support.models import DIM, Stack, Tied, chain
 from tests.support.pairwise import each_value
 from tests.support.parity import (
     Pair,
-    assert_same_values,
     both_forms,
     make_pair,
     square,
     vectors,
-    whole_gradients,
 )
 from tests.support.ranks import on_ranks
 
@@ -214,23 +212,6 @@ def test_other_memory_between_forward_and_backward_is_refused_as_torch_does() ->
             loss.backward()
 
 
-@on_ranks(2)
-def test_other_memory_of_parameters_that_are_gathered_again_counts() -> None:
-    """Backward uses them, as if they were written in place."""
-    found = []
-    for in_place in (True, False):
-        model = make_pair(partial(chain, *[Block] * 3), use_orig_params=True).model
-        loss = model(batch()).sum()
-        for p in model.module[1].parameters():
-            if in_place:
-                p.data.fill_(0.1)
-            else:
-                p.data = torch.full_like(p, 0.1)
-        loss.backward()
-        found.append({**whole_gradients(model), **model.state_dict()})
-    assert_same_values(found[1], found[0], "value or gradient", 0.0)
-
-
 @each_value
 @pytest.mark.parametrize("when", ["in forward", "before backward", "in evaluation"])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
@@ -286,26 +267,3 @@ def test_full_parameters_gradients_and_state_dicts_do_not_view_the_shard(
     for value in (*grads, *model.state_dict().values()):
         value.zero_()
     assert all(map(torch.equal, model.parameters(), before))
-
-
-@each_value
-@both_forms
-@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, NO_SHARD])
-@pytest.mark.parametrize("to_cpu", [False, True])
-@on_ranks(2)
-def test_summon_full_params_writes_back_on_request(
-    to_cpu: bool, strategy: ShardingStrategy, use_orig_params: bool
-) -> None:
-    pair = make_pair(Stack, sharding_strategy=strategy, use_orig_params=use_orig_params, **OFFLOAD)
-    for writeback in (True, False, True):
-        pair.step(as_a_user=True)
-        pair.backwards()
-        options = {"writeback": writeback, "offload_to_cpu": to_cpu, "with_grads": True}
-        with FSDP.summon_full_params(pair.model, **options), torch.no_grad():
-            shown = [*pair.model.parameters()]
-            stays = writeback or strategy is NO_SHARD  # whose values are the only ones
-            for p in [*shown, *pair.plain.parameters()] if stays else shown:
-                p.add_(0.01)
-                p.grad.mul_(0.5)
-        pair.compare_parameters()
-        pair.compare_and_update()

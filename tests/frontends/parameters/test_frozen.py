@@ -4,7 +4,6 @@ become trainable between steps."""
 from __future__ import annotations
 
 import copy
-import io
 import itertools
 import pickle
 from functools import partial
@@ -17,22 +16,18 @@ from torch import Tensor, nn
 
 from fsdp_compat import (
     CPUOffload,
-    FullStateDictConfig,
     MixedPrecision,
-    ShardedStateDictConfig,
     ShardingStrategy,
-    StateDictType,
     StateError,
 )
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.memory import NewBytes
-from tests.support.models import DIM, WIDE, Block, Lora, Stack, chain, frozen
+from tests.support.models import DIM, WIDE, Lora, Stack, chain
 from tests.support.pairwise import each_value
 from tests.support.parity import both_forms, make_pair, seeded, square, wide_vectors
 from tests.support.ranks import on_ranks
 from tests.support.same_host import MESSAGES
-from tests.support.traffic import collectives
 
 BF16 = torch.bfloat16
 FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, *_ = ShardingStrategy
@@ -126,35 +121,6 @@ def test_frozen_parameters_of_every_dtype_are_gathered_byte_for_byte(
     model(x)
 
 
-@each_value
-@both_forms
-@pytest.mark.parametrize(
-    ("kind", "config"),
-    [
-        (StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=True)),
-        (StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig()),
-    ],
-)
-@on_ranks(3)
-def test_state_dicts_preserve_frozen_parameters_byte_for_byte(
-    kind: StateDictType, config: Any, use_orig_params: bool
-) -> None:
-    """Loaded with the other use_orig_params."""
-    file, states = io.BytesIO(), list[Any]()
-    for filled, form in ((True, use_orig_params), (False, not use_orig_params)):
-        model = _codes(filled, use_orig_params=form, mixed_precision=LOW)
-        FSDP.set_state_dict_type(model, kind, config)
-        states.append(model.state_dict())
-    torch.save(states[0], file)
-    file.seek(0)
-    model.load_state_dict(torch.load(file, weights_only=False))
-    model(torch.ones(2, DIM))
-    if kind is StateDictType.FULL_STATE_DICT:
-        unwrapped = Codes(False)
-        unwrapped.load_state_dict({name: states[0][f"1.{name}"] for name in unwrapped.state_dict()})
-        unwrapped.assert_kept()
-
-
 @both_forms
 @on_ranks(2)
 def test_broadcasts_and_copies_keep_every_byte(use_orig_params: bool) -> None:
@@ -168,8 +134,7 @@ def test_broadcasts_and_copies_keep_every_byte(use_orig_params: bool) -> None:
 
 
 class Scaled(nn.Parameter):
-    """Represents weights through an attribute and a method, as in quantization libraries. Such
-    libraries bring the functions for copies, which lose the class otherwise."""
+    """Represents weights through an attribute and a method, as quantization libraries do."""
 
     scale: float
     num_calls = 0
@@ -184,13 +149,6 @@ class Scaled(nn.Parameter):
             args = (args[0], args[1].scaled(), *args[2:])
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        attributes = copy.deepcopy(self.__dict__, memo)
-        return memo.setdefault(id(self), _made(self.data.clone(), self.requires_grad, attributes))
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _made, (self.data.as_subclass(Tensor), self.requires_grad, self.__dict__)
 
 
 def _made(data: Tensor, requires_grad: bool, attributes: dict[str, Any]) -> Any:
@@ -254,15 +212,6 @@ def test_parameter_subclasses_survive_with_attributes_methods_and_functions(
     if use_orig_params:
         assert type(first.weight) is type(first.gain) is Scaled
         assert first.weight.scale == 0.03
-    for other in (copy.deepcopy(pair.model), pickle.loads(pickle.dumps(pair.model))):
-        with torch.no_grad():
-            assert torch.equal(other(torch.ones(2, DIM)), pair.model(torch.ones(2, DIM)))
-        with FSDP.summon_full_params(other):
-            copied = other.module[0].module
-            assert (copied.weight.scale, copied.gain.scale) == (0.03, 1.5)
-            copied.weight.scale = 5.0
-        with FSDP.summon_full_params(pair.model):
-            assert first.weight.scale == 0.03, "attributes are copied"
 
 
 # -- memory for gradients
@@ -283,46 +232,6 @@ def test_gradients_use_memory_for_trainable_elements_only(use_orig_params: bool)
 
 
 # -- requires_grad between steps
-
-
-@each_value
-@both_forms
-@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
-@pytest.mark.parametrize("width", [DIM, 184])  # of 65,536 elements and more: a hook of their own
-@on_ranks(2)
-def test_requires_grad_change_takes_effect_at_the_next_forward(
-    width: int, strategy: ShardingStrategy, use_orig_params: bool
-) -> None:
-    make = partial(Block, width)
-    pair = make_pair(
-        partial(chain, make, partial(frozen, make), make),
-        use_orig_params=use_orig_params,
-        sharding_strategy=strategy,
-        batch=lambda generator: torch.randn(4, width, generator=generator),
-    )
-    units = pair.plain[1], pair.model.module[1]
-
-    def set_trainable(trainable: bool) -> None:
-        for unit in units:
-            unit.requires_grad_(trainable)
-
-    for trainable in (False, True, False, False, True, False, True, True):
-        set_trainable(trainable)
-        with torch.no_grad():
-            pair.model(torch.ones(2, width))
-        begun = collectives(pair.model, pair.step)
-        assert begun["REDUCE"] + begun["REPLICATE"] == (3 if trainable else 2)
-    # Toggled after an evaluation, and after a forward whose backward is yet to come.
-    with torch.no_grad():
-        pair.model(torch.ones(2, width))
-    set_trainable(False)
-    pair.step()
-    losses = [square(model, torch.ones(2, width)) for model in (pair.plain, pair.model)]
-    set_trainable(True)
-    for loss in losses:
-        loss.backward()
-    pair.compare_and_update()
-    pair.step()
 
 
 @on_ranks(2)

@@ -19,7 +19,7 @@ from fsdp_compat import ShardingStrategy
 from tests.support.cases import about
 from tests.support.models import Block, chain, made_of
 from tests.support.parity import make_pair
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.same_host import COPIED, MAPPED, MESSAGES
 
 WIDTH = 48  # shards of several pages
@@ -90,31 +90,6 @@ def _writes(model: FSDP, layer: Any, write: Callable[[Tensor], None]) -> list[bo
     for handle in handles:
         handle.remove()
     return [*seen[:3], any(bool((parameter == 3.0).any()) for parameter in model.parameters())]
-
-
-def differentiates_again(strategy: str) -> list[Tensor]:
-    """The gradients of two backwards of one graph. Before each, one element of an unsharded
-    parameter is written to, and shards before the second."""
-    model, kept = wrapped(strategy), list[Tensor]()
-    parameters = [parameter for parameter in model.parameters() if parameter.numel()]
-    model.module[2].register_forward_pre_hook(lambda module, _: kept.append(module.weight))
-    loss = model(batch()).pow(2).sum()
-    by_data(kept[0])
-    loss.backward(retain_graph=True)
-    found = [parameter.grad.clone() for parameter in parameters]
-    for parameter in parameters:
-        parameter.data.mul_(1.5)
-    dist.barrier()
-    loss.backward()
-    return found + [parameter.grad for parameter in parameters]
-
-
-@pytest.mark.parametrize("strategy", [FULL, KEPT])
-def test_the_neighbours_of_a_written_element_never_go_stale(strategy: str) -> None:
-    one, *others = (run_ranks(2, differentiates_again, strategy, environment=way) for way in WAYS)
-    for other in others:
-        for mine, theirs in zip(one, other, strict=True):
-            assert all(map(torch.equal, mine, theirs))
 
 
 # -- to sharded parameters

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -169,7 +170,7 @@ def _dtypes_in(thing: Any) -> Iterator[torch.dtype]:
 
 class Takes(nn.Linear):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        self.seen = list(_dtypes_in((args, kwargs)))
+        self.seen, self.given = list(_dtypes_in((args, kwargs))), kwargs
         return self.weight.sum()
 
 
@@ -179,8 +180,9 @@ def test_floating_point_inputs_are_cast_wherever_they_are() -> None:
     x, ints, flags = torch.ones(2, DIM), torch.arange(3), torch.tensor([True])
     high = torch.ones(1, dtype=FP64)
     nested = [ints, {"a": (high, None, "text", 3)}]
-    model(x, nested, named=Named(x, [flags, 2.5]), record=Record({"b": [x]}, "label"))
+    model(x, nested, named=Named(x, [flags, 2.5]), record=Record(defaultdict(list, b=[x]), "label"))
     assert model.module.seen == [BF16, torch.int64, BF16, BF16, torch.bool, BF16]
+    assert model.module.given["record"].value["missing"] == [], "containers keep their types"
     assert (x.dtype, ints.dtype, high.dtype) == (FP32, torch.int64, FP64)
 
 

@@ -31,7 +31,6 @@ from tests.support.models import (
 from tests.support.pairwise import each_value
 from tests.support.parity import (
     GRADIENT_MODES,
-    assert_close,
     backward,
     both_forms,
     make_pair,
@@ -357,51 +356,4 @@ def test_a_loss_in_a_list_is_an_error_where_it_cannot_work(
 # -- evaluation
 
 
-@each_value
-@both_forms
-@pytest.mark.parametrize("strategy", list(ShardingStrategy)[:3])
-@pytest.mark.parametrize("mode", GRADIENT_MODES)
-@on_ranks(2)
-def test_a_forward_without_backward_sees_new_weights_and_leaves_nothing(
-    mode: str, strategy: ShardingStrategy, use_orig_params: bool
-) -> None:
-    pair = make_pair(Stack, sharding_strategy=strategy, use_orig_params=use_orig_params)
-    for _ in range(3):  # evaluation comes first
-        with GRADIENT_MODES[mode]():
-            x = pair.batches()[0]
-            assert_close(pair.model(x), pair.plain(x), "evaluation")
-        if mode != "grad":
-            pair.assert_idle()
-        with torch.no_grad():
-            for p in [*pair.model.parameters(), *pair.plain.parameters()]:
-                p.mul_(0.5)
-        pair.step(one_backward)
-
-
 # -- several models
-
-
-def _one_loss(one: nn.Module, other: nn.Module, x: Tensor) -> Tensor:
-    return square(one, x) + square(other, x)
-
-
-def _one_behind_the_other(one: nn.Module, other: nn.Module, x: Tensor) -> Tensor:
-    return square(other, F.pad(one(x), (0, DIM - 3)))
-
-
-@each_value
-@both_forms
-@pytest.mark.parametrize("loss_of", [_one_loss, _one_behind_the_other])
-@on_ranks(2)
-def test_one_backward_may_pass_several_models(
-    loss_of: Callable[..., Tensor], use_orig_params: bool
-) -> None:
-    one, other = (make_pair(Stack, seed=seed, use_orig_params=use_orig_params) for seed in (1, 2))
-    for _ in range(3):
-        batches = one.batches()
-        for x in batches:
-            loss_of(one.plain, other.plain, x).backward()
-        loss_of(one.model, other.model, batches[one.rank]).backward()
-        for pair in (one, other):
-            pair.average_plain_gradients()
-            pair.compare_and_update()

@@ -3,8 +3,6 @@ error says what to do."""
 
 from __future__ import annotations
 
-import copy
-import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -110,14 +108,6 @@ class Decoder(nn.Module):
         hidden = F.embedding(tokens, self.embed.weight) + self.head.bias.sum()
         return {"scores": hidden @ self.head.weight.T * scale, "norm": self.head.weight.norm()}
 
-    @staticmethod
-    def constant(x: Tensor) -> Tensor:
-        return x + 1
-
-    @property
-    def broken(self) -> Tensor:
-        raise AttributeError("nothing of this name")
-
 
 def tokens(seed: int = 0) -> Tensor:
     return some_tokens(torch.Generator().manual_seed(seed))
@@ -177,27 +167,6 @@ def test_a_registered_method_returns_what_it_returned_unwrapped(
 # -- gradients
 
 
-@each_value
-@both_forms
-@pytest.mark.parametrize("synced", [None, True])
-@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
-@on_ranks(2)
-def test_gradients_through_a_registered_method_equal_unsharded(
-    strategy: ShardingStrategy, synced: bool | None, use_orig_params: bool
-) -> None:
-    options = {"use_orig_params": use_orig_params, "sharding_strategy": strategy}
-    pair = pair_of("encode", "other_order", "scores", synced=synced, **options)
-    losses: list[Callable[[Any, Tensor], Tensor]] = [
-        lambda m, x: m.encode(x).pow(2).mean(),
-        lambda m, x: m.other_order(x, 2).pow(2).mean(),
-        lambda m, x: m.scores(x)["scores"].pow(2).mean(),
-        lambda m, x: m.encode(x).pow(2).mean() + m(x).pow(2).mean(),
-        lambda m, x: m(x).pow(2).mean() * m.encode(x).mean(),
-    ]
-    for loss in losses:
-        pair.step(lambda m, x, loss=loss: backward(loss(m, x)), zeros=True)
-
-
 CALLER = made_of(  # calls methods of a nested wrapper inside the root's forward
     lambda m, x: m.head(m.body.encode(m.body.generate(x, 2))),
     body=Decoder,
@@ -247,28 +216,6 @@ def test_an_exception_in_a_synced_method_on_one_rank_leaves_the_others_running()
 
 
 # -- registration
-
-
-@on_ranks(2)
-def test_registration_leaves_plain_modules_and_the_users_own_unchanged() -> None:
-    module = Decoder()
-    register_fsdp_forward_method(module, "encode")  # not wrapped: no effect
-    register_fsdp_forward_method(module, "no such method")
-    assert "encode" not in vars(module)
-    plain, model = copy.deepcopy(module), FSDP(module)
-    register_fsdp_forward_method(model, "encode")
-    register_fsdp_forward_method(model, "encode", synced=False)  # the last one counts
-    register_fsdp_forward_method(model, "constant")
-    assert_close(model.encode(tokens()), plain.encode(tokens()), "encode")
-    assert torch.equal(model.constant(tokens()), tokens() + 1)
-    assert "encode" not in vars(module), "the user's own module is as it was"
-    assert str(inspect.signature(model.encode)) == "(tokens: 'Tensor') -> 'Tensor'"
-    for each in (plain, module):  # as PEFT and other libraries set functions on instances
-        each.first = lambda x, each=each: each.head(each.embed(x))
-    register_fsdp_forward_method(model, "first")
-    assert_close(model.first(tokens()), plain.first(tokens()), "a function")
-    with pytest.raises(AttributeError):
-        _ = model.broken
 
 
 @on_ranks(2)
@@ -356,25 +303,6 @@ def test_sharded_parameters_raise_outside_forward(use_orig_params: bool) -> None
                     assert_close(model(tokens()), plain(tokens()), "after the errors")
     model.train()
     pair.step(as_a_user=True)
-
-
-SCALE = made_of(lambda m, x: x * m.scale, scale=lambda: nn.Parameter(torch.arange(1.0, 6.0)))
-
-
-@on_ranks(2)
-def test_calls_that_would_compute_with_parts_are_refused() -> None:
-    """One rank holds one element of the scale, and each rank one row of the weight."""
-    builds = {"scale": SCALE, "weight": partial(nn.Linear, 5, 2, bias=False)}
-    for parameter, build in builds.items():
-        pair = make_pair(build, (), auto_wrap_policy=None, use_orig_params=True)
-        inner, x = pair.model.module, torch.randn(3, 5)
-        part = getattr(inner, parameter)
-        for _ in range(2):
-            assert_refuses(partial(inner, x), parameter, "the root unit")
-            assert getattr(inner, parameter) is part, "it may be read between steps"
-            assert_close(pair.model(x), pair.plain(x), "after the error")
-            with FSDP.summon_full_params(pair.model):
-                assert_close(inner(x), pair.plain(x), "while parameters are whole")
 
 
 # How a forward uses another unit, and the parameter that is refused.

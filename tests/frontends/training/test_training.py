@@ -41,8 +41,6 @@ from tests.support.parity import (
     accumulates_mean,
     backward,
     both_forms,
-    make_pair,
-    one_backward,
     square,
     tokens,
     train,
@@ -180,32 +178,3 @@ def test_modules_and_parameters_of_every_kind_train_as_unsharded(
 
 
 # -- a forward of an instance
-
-
-def _scaled(forward: Any, x: Tensor) -> Tensor:
-    return forward(x) * 1.5
-
-
-def _scale_outputs(model: nn.Module) -> nn.Module:
-    """Set a forward on the instance, around the one it had, as hooks of other libraries do."""
-    for block in model.blocks:
-        block.up.forward = partial(_scaled, block.up.forward)
-    return model
-
-
-@each_value
-@both_forms
-@pytest.mark.parametrize(("before_wrapping", "every_step"), [(1, 0), (0, 1), (0, 2)])
-@on_ranks(2)
-def test_an_instance_may_have_a_forward_of_its_own(
-    before_wrapping: int, every_step: int, use_orig_params: bool
-) -> None:
-    build = (lambda: _scale_outputs(Stack())) if before_wrapping else Stack
-    pair = make_pair(build, use_orig_params=use_orig_params)
-    for _ in range(2):
-        for _ in range(every_step):
-            _scale_outputs(pair.plain)
-            _scale_outputs(pair.model)
-        forwards = [block.up.forward for block in pair.model.blocks]
-        pair.step(one_backward)
-        assert [block.up.forward for block in pair.model.blocks] == forwards

@@ -78,19 +78,6 @@ class UserPolicy(torch_api.MixedPrecision):
     ("theirs", "expected", "ours"),
     [
         (
-            torch_api.StateDictSettings(
-                torch_api.StateDictType.SHARDED_STATE_DICT,
-                torch_api.ShardedStateDictConfig(offload_to_cpu=True),
-                torch_api.ShardedOptimStateDictConfig(_use_dtensor=True),
-            ),
-            api.StateDictSettings,
-            api.StateDictSettings(
-                api.StateDictType.SHARDED_STATE_DICT,
-                api.ShardedStateDictConfig(offload_to_cpu=True),
-                api.ShardedOptimStateDictConfig(_use_dtensor=True),
-            ),
-        ),
-        (
             torch_api.FullStateDictConfig(rank0_only=True),
             api.StateDictConfig,
             api.FullStateDictConfig(rank0_only=True),
@@ -102,7 +89,7 @@ class UserPolicy(torch_api.MixedPrecision):
         ),
         (torch_fsdp.OptimStateKeyType.PARAM_ID, OptimStateKeyType, OptimStateKeyType.PARAM_ID),
     ],
-    ids=["nested", "the base is expected", "of a user's class", "of another module"],
+    ids=["the base is expected", "of a user's class", "of another module"],
 )
 def test_settings_of_torch_are_translated(theirs: Any, expected: type, ours: Any) -> None:
     got = api.as_ours(theirs, expected, "argument")

@@ -14,7 +14,7 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
 import fsdp_compat
-from fsdp_compat import CPUOffload, FlatParameter, MixedPrecision, StateError
+from fsdp_compat import FlatParameter, MixedPrecision, StateError
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.models import DIM, Block, Stack
@@ -55,22 +55,6 @@ def test_attributes_equal_those_of_torch(prefetch: str | None, flag: bool) -> No
             name for name, _ in Block().named_parameters()
         ]
         assert model._handle._offload_params is False
-
-
-@on_ranks(2)
-def test_attributes_say_what_a_model_does_and_has() -> None:
-    model = FSDP(Block())
-    assert model.cpu_offload == CPUOffload(False)
-    assert FSDP(Block(), cpu_offload=CPUOffload(True)).cpu_offload.offload_params
-    outer = FSDP(nn.Sequential(FSDP(Block())))
-    assert model._has_params and not outer._has_params
-    assert outer._is_root and not outer.module[0]._is_root
-    seen = []
-    model.module.register_forward_hook(lambda *_: seen.append(model.training_state.name))
-    model(torch.randn(2, DIM))
-    with FSDP.summon_full_params(model):
-        seen.append(model.training_state.name)
-    assert seen == ["FORWARD_BACKWARD", "SUMMON_FULL_PARAMS"]
 
 
 @both_forms

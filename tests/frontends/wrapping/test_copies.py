@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from fsdp_compat import (
     CPUOffload,
@@ -33,18 +32,15 @@ from tests.support.models import DIM, Block, Fragile, Inner, Odd, Outer, Stack, 
 from tests.support.pairwise import each_value
 from tests.support.parity import (
     Pair,
-    assert_close,
     assert_same_values,
     both_forms,
     both_strategies,
     make_pair,
     seeded,
-    square,
 )
 from tests.support.ranks import on_ranks, run_ranks
 
 NO_SHARD = ShardingStrategy.NO_SHARD
-LINEAR = partial(nn.Linear, DIM, DIM)
 
 
 # -- the ways to copy
@@ -230,23 +226,6 @@ def axes_of(model: FSDP) -> list[list[int]]:
     return [dist.get_process_group_ranks(group) for group in mesh.get_all_groups()]
 
 
-@pytest.mark.parametrize("way", TWO_WAYS)
-@on_ranks(2)
-def test_a_copy_computes_in_the_dtypes_of_the_original(way: Way) -> None:
-    precision = MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16)
-    model = make("mixed inside", use_orig_params=True, mixed_precision=precision).model
-    both = [model.eval(), way(model)]  # batch norm does not communicate
-    outputs = [module(batch(0)) for module in both]
-    assert torch.equal(*outputs)
-    for output in outputs:
-        output.float().pow(2).mean().backward()
-    one, other = ({n: p.grad for n, p in module.named_parameters()} for module in both)
-    assert_same_values(other, one, "gradient", 0.0)
-    for values in (nn.Module.named_buffers, lambda module: module.state_dict().items()):
-        one, other = ({n: value.dtype for n, value in values(module)} for module in both)
-        assert other == one
-
-
 @on_ranks(2)
 def test_a_nested_instance_may_be_copied_alone_and_becomes_a_root() -> None:
     pair = make("nested")
@@ -258,25 +237,6 @@ def test_a_nested_instance_may_be_copied_alone_and_becomes_a_root() -> None:
         pair_of(copy.deepcopy(pair.plain.blocks[0]), block).step()
         assert_apart(pair.model, block)
     pair.step()
-
-
-@both_forms
-@on_ranks(2)
-def test_a_container_around_several_roots_may_be_copied(use_orig_params: bool) -> None:
-    wrap = partial(FSDP, use_orig_params=use_orig_params)
-    for way in TWO_WAYS:
-        plain, model = (seeded(partial(chain, Block, Block, LINEAR)) for _ in range(2))
-        model[0] = wrap(model[0], auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
-        model[1] = wrap(model[1])
-        other = way(model)
-        assert layout_of(other) == layout_of(model)
-        assert_apart(model, other)
-        for module in (plain, model, other):
-            square(module, batch(0)).backward()
-        for module in (model, other):
-            for index in (0, 1):
-                pair_of(plain[index], module[index]).compare_gradients()
-            assert_close(module[2].weight.grad, plain[2].weight.grad, "gradient")
 
 
 @both_forms
@@ -317,7 +277,9 @@ def test_hooks_attributes_and_registered_methods_are_copied(
     inner.register_forward_pre_hook(partial(_note, calls, "before"))
     inner.down.register_forward_hook(partial(_note, calls, "linear"))
     policy = ModuleWrapPolicy({nn.Linear})
-    model = FSDP(inner, auto_wrap_policy=policy, use_orig_params=use_orig_params)
+    options: dict[str, Any] = {"mixed_precision": MixedPrecision(torch.bfloat16)}
+    options |= {"auto_wrap_policy": policy, "use_orig_params": use_orig_params}
+    model = FSDP(inner, **options)
     model.register_forward_hook(partial(_note, calls, "after"))
     for parameter in model.parameters():
         parameter.my_mark = 7
@@ -349,6 +311,11 @@ def _summons(model: Any) -> None:
         pass
 
 
+def _accumulates(model: Any) -> None:
+    with model.no_sync():
+        model(batch(7)).sum().backward()
+
+
 def _fails_in_forward(model: Any) -> None:
     with pytest.raises(TypeError):
         model("no tensor")
@@ -378,6 +345,7 @@ MOMENTS: tuple[Callable[[Any], Any], ...] = (
     _fails_in_forward,
     _fails_in_backward,
     _fails_to_copy,
+    _accumulates,
 )
 
 
@@ -397,57 +365,7 @@ def test_copy_works_at_any_point_between_steps(strategy: ShardingStrategy, way: 
             pair.step()
 
 
-@both_forms
-@on_ranks(2)
-def test_a_copy_leaves_accumulated_gradients_to_the_original(use_orig_params: bool) -> None:
-    pair = make("stack", use_orig_params=use_orig_params)
-    with pair.model.no_sync():
-        pair.backwards()
-        other = copied(pair, by_deepcopy)
-    other.assert_idle()
-    other.step()
-    pair.step()
-
-
 # -- moving averages, optimizers
-
-
-@torch.no_grad()
-def _move(average: nn.Module, current: nn.Module) -> None:
-    for e, p in zip(average.parameters(), current.parameters(), strict=True):
-        e.lerp_(p, 0.25)
-
-
-_update, _moving = AveragedModel.update_parameters, get_ema_multi_avg_fn(0.9)
-AVERAGES: dict[str, tuple[str, Callable[[nn.Module], Any], Callable[..., None]]] = {
-    "by hand": ("mixed", lambda model: copy.deepcopy(model).requires_grad_(False), _move),
-    "AveragedModel": ("mixed inside", partial(AveragedModel, multi_avg_fn=_moving), _update),
-    "with buffers": ("nested", partial(AveragedModel, use_buffers=True), _update),
-}
-
-
-@each_value
-@both_forms
-@pytest.mark.parametrize("case", AVERAGES)
-@on_ranks(2)
-def test_an_average_of_parameters_equals_that_of_the_unsharded_model(
-    case: str, use_orig_params: bool
-) -> None:
-    name, average_of, update = AVERAGES[case]
-    pair = make(name, use_orig_params=use_orig_params)
-    plain, average = average_of(pair.plain), average_of(pair.model)
-    for _ in range(2):
-        pair.step()
-        update(plain, pair.plain)
-        update(average, pair.model)
-    assert_same_values(average.state_dict(), plain.state_dict(), "average")
-    average.load_state_dict(average.state_dict())
-    buffers = [value for _, value in average.named_buffers()]
-    for buffer, expected in zip(buffers, plain.buffers(), strict=True):
-        assert_close(buffer, expected, "buffer")
-    with torch.no_grad():
-        assert_close(average.eval()(batch(9)), plain.eval()(batch(9)), "output of the average")
-    pair.step()
 
 
 @both_forms

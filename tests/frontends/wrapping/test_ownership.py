@@ -17,9 +17,8 @@ from torch import nn
 from fsdp_compat import FullStateDictConfig, StateDictType, StateError
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.wrap import ModuleWrapPolicy, always_wrap_policy
-from tests.support.models import Stack
 from tests.support.pairwise import pairwise
-from tests.support.parity import Pair, both_forms, make_pair, plain_name, seeded, square
+from tests.support.parity import Pair, both_forms, make_pair, seeded, square
 from tests.support.ranks import on_ranks
 
 LINEARS = ModuleWrapPolicy({nn.Linear})
@@ -61,25 +60,6 @@ def test_whole_parameters_are_let_go_unit_by_unit() -> None:
 
 @both_forms
 @on_ranks(2)
-def test_parameters_between_steps_are_flat(use_orig_params: bool) -> None:
-    """Original parameters are flat parts, with names as before."""
-    pair = make_pair(Stack, use_orig_params=use_orig_params)
-    found = dict(pair.model.named_parameters())
-    assert {p.dim() for p in found.values()} == {1}
-    if not use_orig_params:
-        wrapped = "_fsdp_wrapped_module"
-        units = ["", *(f"blocks.{index}.{wrapped}." for index in range(3))]
-        assert list(found) == [f"{wrapped}.{unit}_flat_param" for unit in units]
-        return
-    expected = {name: p.numel() for name, p in pair.plain.named_parameters()}
-    assert [plain_name(name) for name in found] == list(expected)
-    sizes = torch.tensor([p.numel() for p in found.values()])
-    dist.all_reduce(sizes)
-    assert sizes.tolist() == list(expected.values())
-
-
-@both_forms
-@on_ranks(2)
 def test_existing_gradients_are_added_to(use_orig_params: bool) -> None:
     model, plain = network(), network()
     for module in (model, plain):
@@ -102,14 +82,6 @@ def test_no_module_hands_out_parts_of_parameters_as_its_state(use_orig_params: b
         )
         assert shown == whole
     model.load_state_dict(model.state_dict())
-
-
-@on_ranks(2)
-def test_gradients_are_averaged_whatever_the_default_device_was_when_wrapping() -> None:
-    model = network()
-    with torch.device("meta"):
-        sharded = FSDP(model, use_orig_params=True)
-    Pair(network(), sharded).step()
 
 
 def trained(model: nn.Module) -> dict[str, Any]:

@@ -20,13 +20,8 @@ from fsdp_compat import (
     BackwardPrefetch,
     CPUOffload,
     FlatParameter,
-    FullStateDictConfig,
     MixedPrecision,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
     ShardingStrategy,
-    StateDictSettings,
-    StateDictType,
 )
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.wrap import CustomPolicy
@@ -191,39 +186,3 @@ def test_torch_settings_are_accepted(strategy: str) -> None:
     assert model.backward_prefetch is BackwardPrefetch.BACKWARD_POST
     assert model.cpu_offload == CPUOffload(offload_params=True)
     _train(model)
-
-
-@on_ranks(2)
-def test_torch_wrap_accepts_our_class() -> None:
-    model: Any = seeded(NESTED)
-    strategy = torch_fsdp.ShardingStrategy.SHARD_GRAD_OP
-    with torch_wrap.enable_wrap(wrapper_cls=FSDP, sharding_strategy=strategy):
-        model.blocks = nn.ModuleList(torch_wrap.wrap(block) for block in model.blocks)
-        model = torch_wrap.wrap(model)
-    units = FSDP.fsdp_modules(model)
-    assert [unit.sharding_strategy for unit in units] == [SHARD_GRAD_OP] * 3
-    _train(model)
-
-
-@on_ranks(2)
-def test_torch_state_dict_types_and_configs_are_accepted() -> None:
-    model, theirs = FSDP(seeded(NESTED)), torch_fsdp
-    FSDP.set_state_dict_type(
-        model,
-        theirs.StateDictType.SHARDED_STATE_DICT,
-        theirs.ShardedStateDictConfig(offload_to_cpu=True),
-        theirs.ShardedOptimStateDictConfig(offload_to_cpu=False),
-    )
-    sharded = StateDictSettings(
-        StateDictType.SHARDED_STATE_DICT,
-        ShardedStateDictConfig(offload_to_cpu=True),
-        ShardedOptimStateDictConfig(offload_to_cpu=False),
-    )
-    assert FSDP.get_state_dict_type(model) == sharded
-    config = theirs.FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
-    with FSDP.state_dict_type(model, theirs.StateDictType.FULL_STATE_DICT, config):
-        got = FSDP.get_state_dict_type(model)
-        assert got.state_dict_type is StateDictType.FULL_STATE_DICT
-        assert got.state_dict_config == FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
-        assert bool(model.state_dict()) is (dist.get_rank() == 0)
-    assert FSDP.get_state_dict_type(model) == sharded

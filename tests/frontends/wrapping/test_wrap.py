@@ -4,9 +4,7 @@ differences."""
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -76,32 +74,11 @@ def wrapped_linear() -> nn.Module:
     return nn.Sequential(small, nn.Linear(9, 9))
 
 
-def bare() -> nn.Module:
-    """Most modules have no parameters."""
-    linear, empty = nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Sequential(nn.Dropout())
-    return nn.Sequential(nn.ReLU(), empty, linear)
-
-
-class EveryModule:
-    """A policy object that ignores what it is told to."""
-
-    def _run_policy(
-        self, root: nn.Module, ignored: set[nn.Module], kwargs: dict[str, Any]
-    ) -> dict[nn.Module, Any]:
-        return {module: kwargs for module in root.modules()}
-
-
 BLOCKS, LINEARS = ["blocks.0", "blocks.1"], ["linear1", "linear2"]
 CHOICES: dict[str, tuple[Callable[[], nn.Module], Any, list[str]]] = {
-    # a block has 296 elements, of which none of its modules has more than 144
-    "size": (TwoBlocks, from_size(296), BLOCKS),
-    "a larger size": (TwoBlocks, from_size(297), []),
-    "a list of classes": (TwoBlocks, by_class([Block]), BLOCKS),
     "wrapped, function": (wrapped_block, custom(is_a(Block, FSDP)), BLOCKS),
     "wrapped, layers": (wrapped_block, layers_of(Block, FSDP), BLOCKS),
     "wrapped, size": (wrapped_linear, from_size(10), ["0.0", "1"]),
-    "bare, always": (bare, always, ["2", "2.0"]),
-    "bare, function": (bare, custom(lambda module: True), ["2", "2.0"]),
     # the output projection is never a unit, and counted for its attention: 72 of 288
     "attention, classes": (encoder_layer, by_class({nn.Linear}), LINEARS),
     "attention, function": (encoder_layer, custom(is_a(nn.Linear)), LINEARS),
@@ -126,24 +103,6 @@ CHOICES: dict[str, tuple[Callable[[], nn.Module], Any, list[str]]] = {
 def test_policies_choose_modules(case: str) -> None:
     make, policy, chosen = CHOICES[case]
     assert list(units_of(FSDP(make(), auto_wrap_policy=policy))) == ["", *chosen]
-
-
-@on_ranks(1)
-def test_an_ignored_module_named_by_a_policy_object_is_not_chosen() -> None:
-    root = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    model = FSDP(root, auto_wrap_policy=EveryModule(), ignored_modules=[root[0]])
-    assert list(units_of(model)) == ["", "1"]
-
-
-@on_ranks(1)
-def test_mixed_precision_makes_units_of_its_ignored_classes() -> None:
-    precision = MixedPrecision(torch.bfloat16)
-    for policy in (by_class({nn.Linear}), torch_wrap.ModuleWrapPolicy({nn.Linear}), by_size):
-        norms = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Sequential(nn.BatchNorm1d(2)))
-        units = units_of(FSDP(norms, auto_wrap_policy=policy, mixed_precision=precision))
-        expected = {"": precision, "1": MixedPrecision(), "2.0": MixedPrecision()}
-        expected |= {} if policy is by_size else {"0": precision}
-        assert {name: unit.mixed_precision for name, unit in units.items()} == expected
 
 
 # The same as with torch.
@@ -306,39 +265,12 @@ def test_a_module_registered_twice_is_replaced_in_both_places(
     assert isinstance(places["other"], FSDP) and places["other"].module is other
 
 
-@pytest.mark.parametrize("only_wrap_children", [True, False])
-@pytest.mark.parametrize("policy", [always, from_size(60), layers_of(Block, nn.LayerNorm)])
-def test_recursive_wrap_wraps_the_modules_that_torch_wraps(
-    policy: Any, only_wrap_children: bool
-) -> None:
-    results = []
-    for recursive_wrap in (our_wrap._recursive_wrap, torch_wrap._recursive_wrap):
-        root = TwoBlocks()
-        ignored = set(root.blocks[1].modules())
-        parameters = set(root.blocks[1].parameters())
-        wrapped, numel = recursive_wrap(
-            root, policy, Recorder, ignored, parameters, only_wrap_children, device_id=3
-        )
-        results.append((str(wrapped), numel))
-        units = [module for module in wrapped.modules() if isinstance(module, Recorder)]
-        assert units and all(unit.kwargs == {"device_id": 3} for unit in units)
-    assert results[0] == results[1]
-
-
 @pytest.mark.parametrize("policy", [by_class({Block}), custom(is_a(Block)), layers_of(Block)])
 def test_activation_checkpointing_of_torch_accepts_our_policies(policy: Any) -> None:
     root = TwoBlocks()
     apply_activation_checkpointing(root, auto_wrap_policy=policy)
     modules = root.named_modules()
     assert [name for name, m in modules if isinstance(m, CheckpointWrapper)] == BLOCKS
-
-
-def test_policies_can_be_called_as_functions_by_position() -> None:
-    policy = layers_of(Block)
-    answers = [policy(Block(), True, 0), policy(Block(), False, 0), policy(nn.ReLU(), False, 0)]
-    assert answers == [True, True, False]
-    with pytest.raises(UsageError, match="expected: True or False\n"):
-        custom(lambda module: {"device_id": 3})(nn.Linear(2, 2), False, 6)
 
 
 def test_wrap_wraps_only_inside_the_block_and_its_arguments_take_precedence() -> None:
@@ -363,17 +295,3 @@ def test_a_nested_block_and_a_wrapper_that_is_not_callable_are_refused() -> None
     refused = pytest.raises(UsageError, match="wrapper_cls=FullyShardedDataParallel")
     with refused, our_wrap.enable_wrap(wrapper_cls=None):
         pass
-
-
-def test_each_thread_has_its_own_block() -> None:
-    def builds(wrapper: type[nn.Module]) -> type[nn.Module]:
-        with our_wrap.enable_wrap(wrapper_cls=wrapper):
-            both_inside.wait()
-            return type(our_wrap.wrap(nn.Linear(2, 2)))
-
-    both_inside = threading.Barrier(2, timeout=60.0)
-    with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(builds, (Recorder, OtherRecorder))) == [Recorder, OtherRecorder]
-    with our_wrap.enable_wrap(wrapper_cls=Recorder), ThreadPoolExecutor(1) as pool:
-        built = pool.submit(our_wrap.wrap, nn.Linear(2, 2)).result()
-    assert type(built) is nn.Linear, "outside of the block of its own thread"

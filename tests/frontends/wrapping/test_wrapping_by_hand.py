@@ -5,7 +5,6 @@ parameters/test_meta_values."""
 from __future__ import annotations
 
 import warnings
-from functools import partial
 from typing import Any
 
 import pytest
@@ -15,10 +14,9 @@ from torch import nn
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
-from tests.support.beside_torch import assert_as_torch, recorded
-from tests.support.models import DIM, Block, Stack, chain
+from tests.support.models import Block, Stack
 from tests.support.pairwise import each_value
-from tests.support.parity import Pair, assert_close, both_forms, one_backward, seeded, sgd, square
+from tests.support.parity import Pair, assert_close, both_forms, one_backward, seeded, square
 from tests.support.ranks import on_ranks
 
 
@@ -97,28 +95,6 @@ def _warnings_of(*args: Any, **options: Any) -> list[str]:
         FSDP(*args, **options)
     assert all(w.category is UserWarning and w.filename == __file__ for w in found)
     return [str(w.message) for w in found]
-
-
-@both_forms
-@pytest.mark.parametrize("name", ["ignored_modules", "ignored_states"])
-@on_ranks(2)
-def test_a_wrapped_module_that_ignores_itself_warns_and_trains_as_with_torch(
-    name: str, use_orig_params: bool
-) -> None:
-    def train(library: Any) -> dict[str, torch.Tensor]:
-        module = seeded(partial(chain, partial(nn.Linear, DIM, 3), partial(nn.BatchNorm1d, 3)))
-        model = library.FullyShardedDataParallel(
-            module,
-            use_orig_params=use_orig_params,
-            device_id=torch.device("cpu"),
-            **{name: [module]},
-        )
-        return recorded(library, model, sgd(model.parameters()), "ss")
-
-    assert_as_torch(train)
-    module = nn.Linear(2, 2)
-    [text] = _warnings_of(module, **{name: [module]})
-    assert "ignored" in text
 
 
 # -- what is likely a mistake
