@@ -161,9 +161,9 @@ def gather_objects(
             yield rank, own if rank == axis.rank else unpacked(received[rank], device)
 
 
-def check_layout(ownership: ParamOwnership, states: Mapping[str, Mapping[Any, Any]]) -> None:
+def check_layout(ownership: ParamOwnership, states: Mapping[str, Sequence[RankState]]) -> None:
     """Raise CheckpointError unless the ranks of ``states`` have the parts they had when saved."""
-    for name, state in ((name, state) for name, its in states.items() for state in its.values()):
+    for name, state in ((name, state) for name, its in states.items() for state in its):
         contents = ownership.held[ownership.by_name[name][0]]
         runs = [(ownership.name_before(run), start, stop) for run, start, stop in state.part.runs]
         saved = dataclasses.replace(state.part, runs=tuple(runs))
