@@ -339,6 +339,54 @@ def classify_all(states: Mapping[nn.Parameter, Mapping[Any, Any]]) -> Kinds:
     return kinds
 
 
+def is_per_element_of_0d(key: Any, with_dims: Collection[bool]) -> bool:
+    """Return whether a 0-d state of a 0-d parameter has one element per element, and is not a
+    count. with_dims: whether the same state of other parameters has; without any, the name
+    decides."""
+    return any(with_dims) if with_dims else not is_count(key, ())
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldStates:
+    """The states that an optimizer holds, by its parameters, without stale ones of parameters that
+    have no element on this rank."""
+
+    ownership: ParamOwnership
+    states: Mapping[nn.Parameter, Mapping[Any, Any]]
+
+    @functools.cached_property
+    def kinds(self) -> Kinds:
+        """The kinds of all states but those of whole parameters that this rank owns."""
+        held = self.ownership.held
+        return classify_all({p: s for p, s in self.states.items() if not held[p].is_owned})
+
+    @functools.cached_property
+    def kinds_in_files(self) -> Kinds:
+        """The same, where 0-d states of 0-d parameters are per element unless they are counts."""
+        kinds = {param: dict(of_param) for param, of_param in self.kinds.items()}
+        with_dims: dict[Any, list[bool]] = {}
+        for key, kind in (item for p, its in kinds.items() if p.dim() for item in its.items()):
+            with_dims.setdefault(key, []).append(kind is StateKind.PER_ELEMENT)
+        for param in [param for param in kinds if not param.dim()]:
+            for key, value in self.states[param].items():
+                is_0d = isinstance(value, torch.Tensor) and not value.dim()
+                if is_0d and is_per_element_of_0d(key, with_dims.get(key, ())):
+                    kinds[param][key] = StateKind.PER_ELEMENT
+        return kinds
+
+    @property
+    def owned(self) -> dict[str, dict[Any, Any]]:
+        """The states of whole parameters that this rank owns, by name, in plain tensors."""
+        named = self.ownership.owned
+        return {name: in_tensors(self.states[p]) for p, name in named if p in self.states}
+
+    @property
+    def unmanaged(self) -> dict[str, Mapping[Any, Any]]:
+        """The states of parameters that no unit manages, by name, in the optimizer's order."""
+        names = dict(self.ownership.unmanaged)
+        return {names[p]: state for p, state in self.states.items() if p in names}
+
+
 def in_tensors(state: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return a state with dicts in place of tensors that wrap others, such as 8-bit moments."""
     return {
@@ -367,13 +415,6 @@ def _is_wrapper(value: object) -> bool:
 def is_count(key: Any, shape: tuple[int, ...]) -> bool:
     """True for a 0-d parameter's step count, which only its name tells from other states."""
     return shape == () and key == "step"
-
-
-def is_per_element_of_0d(key: Any, with_dims: Collection[bool]) -> bool:
-    """Return whether a 0-d state of a 0-d parameter has one element per element, and is not a
-    count. with_dims: whether the same state of other parameters has; without any, the name
-    decides."""
-    return any(with_dims) if with_dims else not is_count(key, ())
 
 
 def snapshot(value: Any, to_cpu: bool = False) -> Any:

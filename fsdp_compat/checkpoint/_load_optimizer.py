@@ -16,10 +16,16 @@ from .._state.optim_contents import (
     ParamOwnership,
     inner_optimizers,
     is_count,
-    numbered_names,
     ownership_of,
 )
-from .._state.optim_fit import ONLY_NEW, fitted, not_loaded, per_element, settings_for
+from .._state.optim_fit import (
+    ONLY_NEW,
+    fitted,
+    names_of_numbers,
+    not_loaded,
+    per_element,
+    settings_for,
+)
 from .._state.units import names_before, units_of
 from .._text import joined
 from ..errors import CheckpointError
@@ -54,7 +60,12 @@ class OptimizerLoadPlan:
         self._kept: set[torch.Tensor] = set()  # parameters whose state is left as it is
         self._left = left
         if source.archive.is_by_number:
-            source.number_optimizer(numbered_names(owned, names_before(model)))
+            groups_of_numbers = source.archive.param_groups or ()
+            order, path = names_before(model), str(source.path)
+            named = names_of_numbers(groups_of_numbers, owned, order, path)
+            source.number_optimizer(
+                [[named[number] for number in group["params"]] for group in groups_of_numbers]
+            )
         self._users: dict[str, Any] = {}  # states that belong to no parameter
         saved = source.param_groups()
         kept = _why_kept(saved, source.archive.optimizer_classes, optimizer)
