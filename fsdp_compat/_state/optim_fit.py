@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from numbers import Number
 from typing import Any
 
 import torch
@@ -22,8 +23,6 @@ from ..errors import CheckpointError
 from .loaded_values import is_sharded, is_tensor, shape_of, unfit
 from .optim_contents import (
     ParamOwnership,
-    StateKind,
-    classify,
     is_per_element_of_0d,
     is_whole,
     numbered_names,
@@ -257,14 +256,11 @@ def _shape(value: Any) -> tuple[int, ...] | None:
 
 
 def _is_object(value: Any) -> bool:
-    """True for what may belong to one rank's part: tensors in containers, and other objects."""
+    """True for objects, and for containers with tensors in them: what a rank's part may have."""
     if isinstance(value, (list, tuple, dict)):
         items = value.values() if isinstance(value, dict) else value
         return any(_shape(item) is not None or _is_object(item) for item in items)
-    return _shape(value) is None and classify(value, _NO_PARAM) is StateKind.RANK_LOCAL
-
-
-_NO_PARAM = nn.Parameter(torch.empty(0))
+    return not (_shape(value) is not None or value is None or isinstance(value, (Number, str)))
 
 
 def _described(value: Any) -> str:
@@ -289,12 +285,11 @@ def fitted(
     cut: Cut,
     tensor_for: Callable[[nn.Parameter, Any, torch.dtype], torch.Tensor],
 ) -> tuple[dict[Any, Any], list[Fill]]:
-    """Return the state of a sharded parameter of the optimizer, with saved values as they are and
-    tensors of its shape, and what these are filled with. entries: by index of the user's parameters
-    in it. tensor_for: returns, for a parameter, key and dtype, a tensor."""
+    """Return the state of a parameter of the optimizer, with saved values as they are and tensors
+    of its shape, and what these are filled with. entries: by index of the user's parameters in it.
+    tensor_for: returns, for a parameter, key and dtype, a tensor."""
     held = ownership.held[param]
-    assert held.group is not None
-    names, store = dict(held.names), store_of(held.group)
+    names, store = dict(held.names), None if held.group is None else store_of(held.group)
     state: dict[Any, Any] = {}
     runs: dict[Any, torch.Tensor] = {}  # by key: this rank's elements, 1-D
     for index, entry in entries.items():
@@ -304,14 +299,10 @@ def fitted(
             elif key not in runs:
                 state[key] = tensor_for(param, key, dtype_of(value))
                 runs[key] = _torch_private.local_part(state[key]).view(-1)
-    fills = [
-        Fill(
-            index,
-            key,
-            entry[key] if (names[index], key) in cut else None,
-            run[store.part_in_sharded_param(index).slice],
-        )
-        for key, run in runs.items()
-        for index, entry in entries.items()
-    ]
+    fills = []
+    for key, run in runs.items():
+        for index, entry in entries.items():
+            target = run if store is None else run[store.part_in_sharded_param(index).slice]
+            value = entry[key] if (names[index], key) in cut else None
+            fills.append(Fill(index, key, value, target))
     return state, fills

@@ -20,6 +20,7 @@ from .._state.optim_contents import (
 )
 from .._state.optim_fit import (
     ONLY_NEW,
+    Fill,
     fitted,
     names_of_numbers,
     not_loaded,
@@ -89,8 +90,7 @@ class OptimizerLoadPlan:
                 if not (which is ONLY_NEW and name in left)
             ]
             self._plan_settings(owned, saved or [], strict)
-            self._plan_sharded(owned, taken)
-            self._plan_whole(owned)
+            self._plan_states(owned, taken)
             self._users = source.user_states()
 
     @property
@@ -145,67 +145,61 @@ class OptimizerLoadPlan:
             elif self._optimizer.param_groups[number]["params"]:
                 self.settings_kept[number] = "none of its parameters was saved with settings"
 
-    def _plan_sharded(self, owned: ParamOwnership, taken: Sequence[HeldPart]) -> None:
-        """Plan the states of parameters of units."""
+    def _plan_states(self, owned: ParamOwnership, taken: Sequence[HeldPart]) -> None:
         by_place = {(id(held.place[0].group), held.place[1]): held for held in taken if held.place}
         parts: dict[nn.Parameter, dict[int, HeldPart]] = {}  # of each, by index in its group
         for param in owned.numbers:
             contents = owned.held[param]
-            places = {index: (id(contents.group), index) for index in contents.all_names}
-            inside = {index: by_place[at] for index, at in places.items() if at in by_place}
-            if contents.group is not None and not inside:
+            if contents.group is None:
+                found = {i: of_whole(its, param.detach()) for i, its in contents.all_names.items()}
+                inside = {i: held for i, held in found.items() if held.names[0] not in self._left}
+            else:
+                places = {index: (id(contents.group), index) for index in contents.all_names}
+                inside = {index: by_place[at] for index, at in places.items() if at in by_place}
+            if contents.all_names and not inside:
                 self._kept.add(param)
-            elif contents.group is not None and not owned.is_vacant(param):
+            elif not owned.is_vacant(param):
                 parts[param] = inside
-        source = self._source
         entries = {
-            param: {index: source.state_of(held) for index, held in inside.items()}
+            param: {index: self._source.state_of(held) for index, held in inside.items()}
             for param, inside in parts.items()
         }
-        by_name = {
-            name: entries[param][index]
-            for param in parts
-            for index, name in owned.held[param].names
-            if index in entries[param]
-        }
-        cut = per_element(owned, by_name, str(source.path))
+        sharded, cut = dict[str, Mapping[Any, Any]](), set[tuple[str, Any]]()
+        for param, inside in parts.items():
+            for index, held in inside.items():
+                name, entry = held.names[0], entries[param][index]
+                if held.place is not None:
+                    sharded[name] = entry
+                else:
+                    cut |= {(name, k) for k, v in entry.items() if _has_shape(v, held.shape)}
+        cut |= per_element(owned, sharded, str(self._source.path))
         for param, inside in parts.items():
             state, fills = fitted(owned, param, entries[param], cut, self._tensor_for)
-            for fill in fills:
-                if fill.value is None:
-                    source.plan_zeros(fill.target)
-                else:
-                    source.plan(fill.value, inside[fill.index].boxes(fill.target))
-            filled = {fill.key for fill in fills}
-            state = {k: v if k in filled else source.planned(v) for k, v in state.items()}
-            for held in inside.values():
-                state |= source.planned(source.rank_local_states(held))
-            if len(inside) < len(owned.held[param].all_names):  # the rest keeps its own
-                state = {**(self._optimizer.state.get(param) or {}), **state}
-            self._add(param, state)
+            self._plan_state(param, inside, state, fills)
 
-    def _plan_whole(self, owned: ParamOwnership) -> None:
-        """Plan the states of parameters that this rank has whole."""
-        for param in [p for p in owned.numbers if owned.held[p].group is None and self._names[p]]:
-            held = of_whole(self._names[param][0], param.detach())
-            if held.names[0] in self._left:
-                self._kept.add(param)
-                continue
-            state = self._source.planned(self._source.rank_local_states(held))
-            for key, value in self._source.state_of(held).items():
-                if isinstance(value, StoredTensor) and value.shape == held.shape:
-                    state[key] = self._tensor_for(param, key, value.dtype)
-                    target = _torch_private.local_part(state[key]).view(-1)
-                    self._source.plan(value, held.boxes(target))
-                else:
-                    state[key] = self._source.planned(value)
-            self._add(param, state)
-
-    def _add(self, param: nn.Parameter, state: Mapping[Any, Any]) -> None:
-        """Load this state into a parameter's, in the order of the keys that are there."""
-        keys = dict.fromkeys([*(self._optimizer.state.get(param) or {}), *state])
-        if state:
-            self._state[param] = {key: state[key] for key in keys if key in state}
+    def _plan_state(
+        self,
+        param: nn.Parameter,
+        inside: Mapping[int, HeldPart],
+        state: Mapping[Any, Any],
+        fills: Sequence[Fill],
+    ) -> None:
+        """Plan to read the state of a parameter, of whose parts those ``inside`` are loaded."""
+        source, filled = self._source, {fill.key for fill in fills}
+        for fill in fills:
+            if fill.value is None:
+                source.plan_zeros(fill.target)
+            else:
+                source.plan(fill.value, inside[fill.index].boxes(fill.target))
+        found = {k: v if k in filled else source.planned(v) for k, v in state.items()}
+        for held in inside.values():
+            found |= source.planned(source.rank_local_states(held))
+        present: dict[Any, Any] = self._optimizer.state.get(param) or {}
+        if len(inside) < len(self._names[param]):  # the rest of a FlatParameter keeps its own
+            found = {**present, **found}
+        if found:
+            keys = dict.fromkeys([*present, *found])  # in the optimizer's order
+            self._state[param] = {key: found[key] for key in keys if key in found}
 
     def _tensor_for(self, param: torch.Tensor, key: Any, dtype: torch.dtype) -> torch.Tensor:
         """Return the tensor to read a state into: the optimizer's own if it fits, or a new one."""
@@ -217,6 +211,10 @@ class OptimizerLoadPlan:
                 return own
         format = torch.contiguous_format  # until it is loaded: its rows are read as they are saved
         return torch.zeros_like(param.detach(), dtype=dtype, memory_format=format)
+
+
+def _has_shape(value: Any, shape: tuple[int, ...]) -> bool:
+    return isinstance(value, StoredTensor) and value.shape == shape
 
 
 def _why_kept(
