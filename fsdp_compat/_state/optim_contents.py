@@ -322,20 +322,29 @@ def classify(value: object, param: nn.Parameter) -> StateKind:
     return StateKind.PER_ELEMENT if fits else StateKind.RANK_LOCAL
 
 
-def classify_all(states: Mapping[nn.Parameter, Mapping[Any, Any]]) -> Kinds:
+def classify_all(
+    states: Mapping[nn.Parameter, Mapping[Any, Any]], *, tells_0d: bool = False
+) -> Kinds:
     """Return the kinds of all states of several parameters. A rank-local state may have the shape
-    of a one-element parameter by chance: other parameters decide."""
+    of a one-element parameter by chance: other parameters decide. tells_0d: 0-d states of 0-d
+    parameters are per element, unless they are counts."""
     kinds = {
         param: {key: classify(value, param) for key, value in state.items()}
         for param, state in states.items()
     }
-    rank_local = {
-        key for its in kinds.values() for key, kind in its.items() if kind is StateKind.RANK_LOCAL
-    }
+    rank_local, with_dims = set[Any](), dict[Any, list[bool]]()
+    for param, its in kinds.items():
+        rank_local |= {key for key, kind in its.items() if kind is StateKind.RANK_LOCAL}
+        for key, kind in its.items() if param.dim() else ():
+            with_dims.setdefault(key, []).append(kind is StateKind.PER_ELEMENT)
     for param, its in kinds.items():
         for key in rank_local & its.keys() if param.numel() <= 1 else ():
             if its[key] is StateKind.PER_ELEMENT:
                 its[key] = StateKind.RANK_LOCAL
+        for key, value in states[param].items() if tells_0d and not param.dim() else ():
+            is_0d = isinstance(value, torch.Tensor) and not value.dim()
+            if is_0d and is_per_element_of_0d(key, with_dims.get(key, ())):
+                its[key] = StateKind.PER_ELEMENT
     return kinds
 
 
@@ -355,24 +364,13 @@ class HeldStates:
     states: Mapping[nn.Parameter, Mapping[Any, Any]]
 
     @functools.cached_property
-    def kinds(self) -> Kinds:
-        """The kinds of all states but those of whole parameters that this rank owns."""
-        held = self.ownership.held
-        return classify_all({p: s for p, s in self.states.items() if not held[p].is_owned})
+    def of_shards(self) -> dict[nn.Parameter, Mapping[Any, Any]]:
+        """All but those of whole parameters that this rank owns."""
+        return {p: s for p, s in self.states.items() if not self.ownership.held[p].is_owned}
 
     @functools.cached_property
-    def kinds_in_files(self) -> Kinds:
-        """The same, where 0-d states of 0-d parameters are per element unless they are counts."""
-        kinds = {param: dict(of_param) for param, of_param in self.kinds.items()}
-        with_dims: dict[Any, list[bool]] = {}
-        for key, kind in (item for p, its in kinds.items() if p.dim() for item in its.items()):
-            with_dims.setdefault(key, []).append(kind is StateKind.PER_ELEMENT)
-        for param in [param for param in kinds if not param.dim()]:
-            for key, value in self.states[param].items():
-                is_0d = isinstance(value, torch.Tensor) and not value.dim()
-                if is_0d and is_per_element_of_0d(key, with_dims.get(key, ())):
-                    kinds[param][key] = StateKind.PER_ELEMENT
-        return kinds
+    def kinds(self) -> Kinds:
+        return classify_all(self.of_shards)
 
     @property
     def owned(self) -> dict[str, dict[Any, Any]]:

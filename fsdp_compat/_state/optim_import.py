@@ -253,15 +253,11 @@ def _read(
         warnings.warn(text, stacklevel=5)
     if wanted.is_older_call:
         _refuse_uncounted(ownership, entries, where)
-    rank_local = {
-        name: [value for value in entry.values() if isinstance(value, RankState)]
-        for name, entry in entries.items()
-    }
-    entries = {
-        name: {key: value for key, value in entry.items() if not isinstance(value, RankState)}
-        for name, entry in entries.items()
-    }
-    rank_local = {name: states for name, states in rank_local.items() if states}
+    rank_local: dict[str, list[RankState]] = {}
+    for name, entry in entries.items():
+        if states := [value for value in entry.values() if isinstance(value, RankState)]:
+            rank_local[name] = states
+            entries[name] = {k: v for k, v in entry.items() if not isinstance(v, RankState)}
     check_layout(ownership, rank_local)
     owned = {name: entries[name] for _, name in ownership.owned if name in entries}
     what = "GatheredOptimizer cannot load a sharded state."

@@ -19,7 +19,7 @@ from torch import nn
 from .. import _torch_private
 from .._engine.state_store import store_of
 from .._state.model_state import unmanaged_state
-from .._state.optim_contents import HeldStates, StateKind, ownership_of
+from .._state.optim_contents import HeldStates, Kinds, StateKind, classify_all, ownership_of
 from .._state.optimizer_checks import cut_state
 from .._state.rank_local import warn_of_layout
 from .._state.units import units_of
@@ -133,9 +133,10 @@ def _add_optimizer(
     snapshot.optimizer_classes = classes_of(optimizer)
     current = [p for p in ownership.numbers if not ownership.is_vacant(p)]
     held = HeldStates(ownership, {p: optimizer.state[p] for p in current if optimizer.state.get(p)})
+    kinds = classify_all(held.of_shards, tells_0d=True)
     written = [named for named in groups if named.is_written_here]
     for named in written:
-        states = _states(snapshot, named, held)
+        states = _states(snapshot, named, held, kinds)
         snapshot.add_states(named.name, named.numel, len(named.params), states)
     rank_local = [
         f"{named.names(named.params[number])[0]}.{key}"
@@ -185,13 +186,13 @@ def warn_of_left_out(names: Sequence[str], what: str, stacklevel: int) -> None:
 
 
 def _states(
-    snapshot: Snapshot, named: NamedGroup, held: HeldStates
+    snapshot: Snapshot, named: NamedGroup, held: HeldStates, kinds: Kinds
 ) -> Iterator[tuple[Any, Sequence[int], Any]]:
     """Yield the states of one group for ``add_states``. Rank-local ones go to the head."""
     store = store_of(named.group)
     for param, indices in named.sharded_params:
         numbers = [index - named.section.first_param for index in indices]
-        for key, kind in held.kinds_in_files.get(param, {}).items():
+        for key, kind in kinds.get(param, {}).items():
             name = f"{named.names(indices[0])[0]}.{key}"
             value = held.states[param][key]
             if isinstance(value, torch.Tensor):  # of a DTensor: this rank's part
