@@ -29,7 +29,7 @@ from ..errors import (
 from .dry_run import states_to_be
 from .elementwise import warn_of_parts
 from .forms import get_state_dict_type
-from .optim_contents import begin, classify_all, numbered_names, ownership_of, require_state_dict
+from .optim_contents import HeldStates, begin, numbered_names, ownership_of, require_state_dict
 from .optim_export import ExportForm, Values, export_optim_state, form_set
 from .optim_import import LoadOptions, import_optim_state
 from .optimizer_checks import cut_state, shapes_of_parts
@@ -167,9 +167,7 @@ def check(model: nn.Module, optimizer: Optimizer) -> list[str]:
     cut_state(optimizer)
     warn_of_parts(optimizer, shapes_of_parts(optimizer), stacklevel=3)
     ownership = ownership_of(optimizer.param_groups, label, units, model)
-    states = states_to_be(ownership, optimizer)
-    kinds = classify_all({p: s for p, s in states.items() if not ownership.held[p].is_owned})
-    return rank_local_names(ownership, kinds)
+    return rank_local_names(HeldStates(ownership, states_to_be(ownership, optimizer)))
 
 
 # -- the older calls
@@ -295,9 +293,10 @@ def rekey_optim_state_dict(
     given = _groups_of(optim_input, optim, model, where)
     ownership = ownership_of(given, where, units_of(model), model)
     names = list(itertools.chain(*numbered_names(ownership, names_before(model))))
-    keys: dict[Any, Any] = dict.fromkeys(used)
+    keys: dict[Any, Any]
     if kind is OptimStateKeyType.PARAM_NAME:
-        keys |= {number: name for number, name in enumerate(names) if number in keys}
+        by_number = dict(enumerate(names))
+        keys = {key: by_number.get(key) for key in used}
     else:
         numbers = {name: number for number, name in enumerate(names)}
         keys = {key: numbers.get(ownership.name_before(key)) for key in used}

@@ -111,7 +111,7 @@ def export_optim_state(
         source, problem = None, error
     agreed = _agree(source, all_groups, problem, where)
     assert source is not None
-    warn_of_layout(rank_local_names(source.ownership, source.kinds), optimizer, stacklevel=4)
+    warn_of_layout(rank_local_names(source), optimizer, stacklevel=4)
     first = model_units_in(model)[0]
     is_first = first.mesh.is_first if group is None else dist.get_rank(group) == 0
     form = dataclasses.replace(
@@ -240,10 +240,6 @@ class _StateFacts(typing.NamedTuple):
     text: str = ""  # of a scalar's value, to compare it
     value: Any = None  # of a scalar
 
-    @property
-    def is_per_element(self) -> bool:
-        return self.kind is StateKind.PER_ELEMENT
-
 
 class _Facts(typing.NamedTuple):
     """A rank's states of one group."""
@@ -359,7 +355,7 @@ class _GroupStates:
             ]
             self.known[param] = _agreed(by_rank)
             for key, state in self.known[param].items():
-                if state.is_per_element:
+                if state.kind is StateKind.PER_ELEMENT:
                     self._require_everywhere(param, key, [key in its for its in by_rank])
 
     def _require_everywhere(self, param: nn.Parameter, key: Any, present: list[bool]) -> None:
@@ -387,7 +383,7 @@ class _GroupStates:
         for param, known in self.known.items():
             as_they_are = dict[Any, Any]()
             for key, facts in known.items():
-                if facts.is_per_element:
+                if facts.kind is StateKind.PER_ELEMENT:
                     per_element.setdefault((key, facts.dtype), []).append(param)
                 elif facts.kind is StateKind.SCALAR or whole:
                     as_they_are[key] = self.states[param].get(key, facts.value)

@@ -70,17 +70,13 @@ def names_of_numbers(
     return dict(zip(numbers, own if {*own} == {*names} else names, strict=True))
 
 
-ONLY_NEW, NO_STATE, ONLY_SAVED = (
-    "which only the new optimizer has",
-    "which was not saved",
-    "which only the saved optimizer has",
-)
+ONLY_NEW = "which only the new optimizer has"
 
 
 def not_loaded(
     ownership: ParamOwnership, saved: Sequence[Mapping[str, Any]], with_state: Collection[str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield the first names of parameters whose state is not loaded, with one of three reasons.
+    """Yield the first names of parameters whose state is not loaded, and why.
     saved: groups by names. with_state: names of parameters with a saved state."""
     listed = {*with_state, *(name for group in saved for name in group["params"])}
     for param, contents in ownership.held.items():
@@ -91,9 +87,9 @@ def not_loaded(
                 which = ONLY_NEW if is_here else ""
             elif is_here:
                 is_without = param.requires_grad and not any(name in with_state for name in names)
-                which = NO_STATE if with_state and is_without else ""
+                which = "which was not saved" if with_state and is_without else ""
             else:
-                which = "" if is_elsewhere else ONLY_SAVED
+                which = "" if is_elsewhere else "which only the saved optimizer has"
             if which:
                 yield names[0], which
 
@@ -173,17 +169,8 @@ def _among_heirs(saved: Mapping[str, Any], heirs: Mapping[int, Mapping[str, Any]
         for heir, other in others
         for key, value in saved.items()
         if key in first and key in other and key not in (*_NAMES, *_IMPLEMENTATION)
-        if not _is_same(first[key], other[key])
+        if not bool(torch.as_tensor(_like(first[key], other[key]) == other[key]).all())
     ]
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(other, torch.Tensor):
-        one, other = other, one
-    if isinstance(one, torch.Tensor):
-        other = _like(other, one)
-        return isinstance(other, torch.Tensor) and torch.equal(one, other)
-    return bool(one == other)
 
 
 # -- states

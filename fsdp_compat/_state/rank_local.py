@@ -19,7 +19,7 @@ from .._comm.transport import Transport
 from .._engine.group import Group
 from .._engine.state_store import store_of
 from ..errors import CheckpointError
-from .optim_contents import Kinds, ParamContents, ParamOwnership, StateKind, snapshot
+from .optim_contents import HeldStates, ParamContents, ParamOwnership, StateKind, snapshot
 from .rank0 import packed_bytes, unpacked
 
 
@@ -86,15 +86,15 @@ def warn_of_layout(names: Sequence[str], optimizer: torch.optim.Optimizer, stack
         )
 
 
-def rank_local_names(ownership: ParamOwnership, kinds: Kinds) -> list[str]:
+def rank_local_names(held: HeldStates) -> list[str]:
     """Return ``"name.state"`` for each state that needs an equal layout. Sends nothing."""
     return [
         f"{name}.{key}"
-        for param, of_param in kinds.items()
-        if ownership.held[param].group is not None
+        for param, of_param in held.kinds.items()
+        if held.ownership.held[param].group is not None
         for key, kind in of_param.items()
         if kind is StateKind.RANK_LOCAL
-        for name in ownership.names_in(param)
+        for name in held.ownership.names_in(param)
     ]
 
 

@@ -61,12 +61,9 @@ class OptimizerLoadPlan:
         self._kept: set[torch.Tensor] = set()  # parameters whose state is left as it is
         self._left = left
         if source.archive.is_by_number:
-            groups_of_numbers = source.archive.param_groups or ()
-            order, path = names_before(model), str(source.path)
-            named = names_of_numbers(groups_of_numbers, owned, order, path)
-            source.number_optimizer(
-                [[named[number] for number in group["params"]] for group in groups_of_numbers]
-            )
+            numbered = source.archive.param_groups or ()
+            names = names_of_numbers(numbered, owned, names_before(model), str(source.path))
+            source.number_optimizer([[names[n] for n in group["params"]] for group in numbered])
         self._users: dict[str, Any] = {}  # states that belong to no parameter
         saved = source.param_groups()
         kept = _why_kept(saved, source.archive.optimizer_classes, optimizer)
