@@ -323,9 +323,9 @@ BREAKS = (
         f"{FRONTENDS}/optimizers/test_optimizers_from_before.py -k goes_on",
     ),
     Break(
-        "single values taken for states that other parameters have per element",
-        "_described(value) if certain or not is_single else None",
-        "None if is_single else _described(value)",
+        "single values taken beside states per element in a FlatParameter",
+        "has_place = is_single and ownership.by_name[name][0] not in per_element_in",
+        "has_place = is_single",
         "tests/checkpoint/test_any_format.py -k agree_on_which",
     ),
     Break(

@@ -198,34 +198,38 @@ def _cut_names(
     ownership: ParamOwnership, key: Any, values: Mapping[str, Any], where: str
 ) -> set[str]:
     """Return the parameters whose state ``key`` has one element per element."""
-    shapes, is_uncut = dict[str, tuple[int, ...]](), dict[str, bool]()
+    shapes, is_uncut = dict[str, tuple[int, ...]](), set[str]()
     for name in values:
         param, index = ownership.by_name[name]
         group = ownership.held[param].group
         assert group is not None
-        shapes[name], is_uncut[name] = store_of(group).shape(index), is_whole(group)
+        shapes[name] = store_of(group).shape(index)
+        is_uncut |= {name} if is_whole(group) else set()
     found = {name: _shape(value) for name, value in values.items()}
-    tensors = [name for name in values if found[name] is not None]
+    tensors = {name for name in values if found[name] is not None}
     alike = {name for name in tensors if found[name] == shapes[name]}
     certain = {name for name in alike if math.prod(shapes[name]) > 1}
     with_dims = [name in alike for name in tensors if shapes[name]]
     is_cut_0d = is_per_element_of_0d(key, with_dims)
     cut = {name for name in alike if shapes[name] or is_cut_0d}
     cut |= {name for name in tensors if is_sharded(values[name])}
+    per_element_in = {ownership.by_name[name][0] for name in certain}
     # A few values of a factored state may have the right shape by chance.
     is_factored = 2 * len(certain) <= len(tensors)
     for name, value in values.items():
+        is_single = math.prod(found[name] or ()) <= 1 and not _is_object(value)
         if name in cut:
             got = unfit(value, shapes[name], None) if is_tensor(value) else None
-        elif is_uncut[name]:
-            got = None if is_factored else _described(value)
-        else:
-            is_single = math.prod(found[name] or ()) <= 1 and not _is_object(value)
-            got = _described(value) if certain or not is_single else None
+        elif name in is_uncut:
+            is_other = not is_single and name in tensors and not is_factored
+            got = _described(value) if is_other else None
+        else:  # a FlatParameter has one state for all, and some optimizers save zeros as one value
+            has_place = is_single and ownership.by_name[name][0] not in per_element_in
+            got = None if has_place else _described(value)
         if got is not None:
             raise CheckpointError.of(
                 "An optimizer state has another shape than its parameter, and cannot be cut.",
-                expected=f"a tensor of shape {shapes[name]}, or in all parameters a number",
+                expected=f"a tensor of shape {shapes[name]}, or a number in all of a FlatParameter",
                 got=got,
                 where=f"state {key!r} of {name!r}, {where}",
                 fix="load the optimizer state that was saved with this model, in the layout that "

@@ -240,8 +240,13 @@ def _fitted(folder: Path) -> None:
             assert torch.is_tensor(optimizer.param_groups[0]["lr"])
             for state in optimizer.state.values():
                 assert (state["mean"].tolist(), state["sizes"]) == ([7.0], [1, 2])
-            for name in ("single", "rows", "list"):
+            for name in ("rows", "list", "single"):
                 optimizer, loads = both(front_end, name)
+                if name == "single" and front_end != "flat":  # as Prodigy keeps zeros
+                    loads[number]()
+                    dims = [state["exp_avg"].dim() for state in optimizer.state.values()]
+                    assert dims.count(0) == (front_end == "rows" or dist.get_rank() == 0)
+                    continue
                 with refused(CheckpointError, "another shape"):
                     loads[number]()
                 assert not optimizer.state
