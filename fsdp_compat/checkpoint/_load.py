@@ -30,9 +30,10 @@ from .._state.units import names_before, units_of
 from .._text import joined
 from ..errors import CheckpointError, FsdpCompatError
 from ._arguments import Rename, require_arguments
+from ._directory import Run
 from ._load_optimizer import OptimizerLoadPlan
 from ._named_groups import HeldPart, managed_parts, named_groups, unmanaged_tensors
-from ._newest import newest_of_all, saved_in
+from ._newest import newest_of_all, offer_of
 from ._optimizers import SharedOptimizer
 from ._ranks import Ranks, ranks_of, require_rest
 from ._snapshot import warn_of_left_out
@@ -231,9 +232,10 @@ def _load(
                 call, progress, **place, optimizer=optimizer, rename=rename, dtype=dtype
             )
             errors.require_bools(call, strict=strict)
-            agreement.own = saved_in(Path(path), not is_required)
+            run = Run(Path(path))
+            agreement.own = offer_of(run, not is_required)
         if None not in agreement.by_rank:
-            path = newest_of_all(Path(path), agreement.by_rank)
+            path = newest_of_all(run, ranks, agreement.by_rank)
             if path is None:
                 return None
         with ranks.agreeing(unreadable, path, "nothing was loaded") as agreement:
