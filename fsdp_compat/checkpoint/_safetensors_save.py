@@ -22,7 +22,7 @@ from ._blocks import BLOCK_NBYTES, sync_directory
 from ._named_groups import managed_parts, named_groups, unmanaged_tensors
 from ._publishing import OwnedDirectory, hidden_beside, make_fresh, remove_leftovers
 from ._ranks import ranks_of, require_rest
-from ._tools.archive import moved, slices
+from ._tools.archive import slices
 from ._tools.reader import boxes_of
 from ._tools.safetensors_files import INDEX, ONE_FILE, images_of, write_index
 
@@ -189,7 +189,7 @@ class _WeightFiles:
                     most = BLOCK_NBYTES // max(self._itemsize, values.itemsize)
                     for inner in boxes_of(box.sizes, most):
                         some = values[slices(inner)]
-                        yield moved(inner, box.offsets), some
+                        yield inner.moved(box.offsets), some
                         tick(some.nbytes)
 
             return sum(image.write(self.hidden / image.name, contents) for image in self._images)
