@@ -326,7 +326,7 @@ class BoxedTensor(ShardedTensor):
             raise CheckpointError.of(
                 "The shards of a value cannot be gathered.",
                 expected=f"a whole parameter, and its own shards on each of global ranks {members}",
-                got=f"the shards of rank {own}, of shape {self.cut.piece.shape}, in a group of {ranks}",
+                got=f"the shards of rank {own}, of {self.cut.piece}, in a group of {ranks}",
                 where=f"a sharded tensor of shape {self.whole_shape}, global rank {rank}",
                 fix="load the file that this rank saved, or use fsdp_compat.checkpoint",
             )

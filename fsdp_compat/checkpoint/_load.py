@@ -24,15 +24,13 @@ from torch import nn
 
 from .. import errors
 from .._state.model_loading import absent_buffers, load_unmanaged, others_in
-from .._state.model_state import unmanaged_state
 from .._state.optimizer_checks import cut_state
-from .._state.units import names_before, units_of
 from .._text import joined
 from ..errors import CheckpointError, FsdpCompatError
 from ._arguments import Rename, require_arguments
 from ._directory import Run
 from ._load_optimizer import OptimizerLoadPlan
-from ._named_groups import HeldPart, managed_parts, named_groups, unmanaged_tensors
+from ._named_groups import HeldPart, HeldState, held_state
 from ._newest import newest_of_all, offer_of
 from ._optimizers import SharedOptimizer
 from ._ranks import Ranks, ranks_of, require_rest
@@ -243,8 +241,9 @@ def _load(
             if optimizer is not None:
                 cut_state(optimizer)
             shared = SharedOptimizer(model, optimizer, ranks)
-            source = open_source(Path(path), lambda: _shapes_of(model), rename, ignore_class, call)
-            plan = _LoadPlan(source, model, optimizer, ranks, strict, dtype)
+            held = held_state(model)
+            source = open_source(Path(path), lambda: _shapes_of(held), rename, ignore_class, call)
+            plan = _LoadPlan(source, model, held, optimizer, ranks, strict, dtype)
             arguments = hashlib.sha256(repr((sorted(source.names), dtype)).encode()).hexdigest()
             agreement.own = (f"{source.archive.kind} {arguments}", shared.facts(), source.copy())
         kinds, optimizers, copies = zip(*agreement.by_rank, strict=True)
@@ -282,13 +281,10 @@ def _load(
                 ) from error
 
 
-def _shapes_of(model: nn.Module) -> Shapes:
+def _shapes_of(held: HeldState) -> Shapes:
     """Return the shapes of the model before wrapping, for formats that do not hold them."""
-    order = {name: position for position, name in enumerate(names_before(model))}
-    parts = [*managed_parts(named_groups(units_of(model))), *unmanaged_tensors(model, False)]
-    parts.sort(key=lambda held: order.get(held.names[0], len(order)))
-    ties = {other: held.names[0] for held in parts for other in held.names[1:]}
-    return Shapes({held.names[0]: Shape(held.shape, held.dtype) for held in parts}, ties)
+    ties = {other: each.names[0] for each in held.parts for other in each.names[1:]}
+    return Shapes({each.names[0]: Shape(each.shape, each.dtype) for each in held.parts}, ties)
 
 
 # -- what is read, and what changes
@@ -302,6 +298,7 @@ class _LoadPlan:
         self,
         source: Source,
         model: nn.Module,
+        held: HeldState,
         optimizer: torch.optim.Optimizer | None,
         ranks: Ranks,
         strict: bool,
@@ -311,15 +308,16 @@ class _LoadPlan:
         self.source, self.report = source, LoadReport(source.path)
         self._model, self._through = model, through
         self._others: dict[str, Any] = {}  # what is taken of buffers and unmanaged parameters
-        groups = named_groups(units_of(model))
-        parts = list(managed_parts(groups))
-        taken = [held for held in parts if self._takes(held)]
-        for held in taken:
-            source.plan(source.value(self._name(held.names)), held.boxes(), through)
-        others = unmanaged_state(model)
-        others.update((n, None) for n in absent_buffers(model) if n in source.names)
-        self._plan_others(others, strict)
-        known = {*others, *(name for held in parts for name in held.names)}
+        fixed = {name for name, value in others_in(model).items() if value is not None}
+        parts = [each for each in held.parts if each.place or not fixed.isdisjoint(each.names)]
+        taken = [each for each in parts if self._takes(each)]
+        for each in taken:
+            self._plan_part(each)
+        # What modules load in their own way keeps the shape that it was saved in.
+        free = {name: value for name, value in held.unmanaged.items() if name not in fixed}
+        free.update((n, None) for n in absent_buffers(model) if n in source.names)
+        self._plan_free(free, strict)
+        known = {*held.unmanaged, *free, *(name for each in parts for name in each.names)}
         self.report.unexpected += [name for name in source.names if name not in known]
         strange = source.strange_states() if optimizer is not None else []
         self.report.unexpected += [f"{n} (optimizer state)" for n in strange if n not in known]
@@ -327,7 +325,7 @@ class _LoadPlan:
         left = {*self.report.missing, *self.report.mismatched}
         self._of_optimizer: OptimizerLoadPlan | None = None
         if optimizer is not None:
-            plan = OptimizerLoadPlan(source, model, optimizer, groups, taken, left, strict)
+            plan = OptimizerLoadPlan(source, model, optimizer, held.groups, taken, left, strict)
             self._of_optimizer = plan
             self.report.settings_kept = plan.settings_kept
             self.report.state_kept = [] if strict else plan.state_kept
@@ -359,25 +357,24 @@ class _LoadPlan:
             self.report.mismatched[name] = how
         return not how
 
-    def _plan_others(self, others: dict[str, Any], strict: bool) -> None:
-        """Plan buffers, unmanaged parameters (saved under any of their names) and extra state. What
-        modules load in their own way keeps the shape that it was saved in."""
-        kind = self.source.archive.kind
-        fixed = {name for name, value in others_in(self._model).items() if value is not None}
-        for held in unmanaged_tensors(self._model, is_written_here=False):
-            if not fixed.isdisjoint(held.names) and self._takes(held):
-                # The state dict may hold a copy in another dtype than the module computes with.
-                target = torch.empty_like(held.values, device="cpu").view(held.shape)
-                stored = self.source.value(self._name(held.names))
-                self.source.plan(stored, held.boxes(target.view(-1)), self._through)
-                self._others.update(dict.fromkeys(held.names, target))
-        for name, value in others.items():
-            cannot_be_there = not isinstance(value, torch.Tensor) and "safetensors" in kind
-            if name in fixed:
-                continue
+    def _plan_part(self, held: HeldPart) -> None:
+        """Read a part into its place; of an unmanaged tensor, into new memory."""
+        target = held.values
+        if held.place is None:
+            # The state dict may hold a copy in another dtype than the module computes with.
+            target = torch.empty_like(held.values, device="cpu")
+            self._others.update(dict.fromkeys(held.names, target.view(held.shape)))
+        self.source.plan(
+            self.source.value(self._name(held.names)), held.boxes(target), self._through
+        )
+
+    def _plan_free(self, free: dict[str, Any], strict: bool) -> None:
+        """Plan extra state, and tensors of any shape."""
+        is_of_tensors = "safetensors" in self.source.archive.kind
+        for name, value in free.items():
             if name in self.source.names:
                 self._others[name] = self.source.planned(self.source.value(name))
-            elif not (strict and cannot_be_there):
+            elif isinstance(value, torch.Tensor) or not (strict and is_of_tensors):
                 self.report.missing.append(name)
 
     def _require_fit(self, strict: bool, takes_any: bool) -> None:

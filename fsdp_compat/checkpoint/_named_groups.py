@@ -5,7 +5,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +22,14 @@ from .._layout.box import Box, Piece, Share
 from .._layout.spec import FlatLayout, ParamSpec, Section
 from .._state.model_state import unmanaged_state
 from .._state.sharded_values import piece_of
-from .._state.units import NamedUnit, clean_name, named_sections, names_of
+from .._state.units import (
+    NamedUnit,
+    clean_name,
+    named_sections,
+    names_before,
+    names_of,
+    units_of,
+)
 from ..errors import UsageError
 from ._manifest import FlatGroup
 
@@ -195,10 +203,10 @@ def managed_parts(groups: Sequence[NamedGroup]) -> Iterator[HeldPart]:
             )
 
 
-def unmanaged_tensors(model: nn.Module, is_written_here: bool) -> Iterator[HeldPart]:
+def _unmanaged_parts(state: Mapping[str, Any], is_written_here: bool) -> Iterator[HeldPart]:
     """Yield whole buffers and unmanaged parameters with all names. Collective for DTensors."""
     found: dict[tuple[object, ...], tuple[list[str], torch.Tensor]] = {}
-    for name, value in unmanaged_state(model).items():
+    for name, value in state.items():
         if isinstance(value, torch.Tensor):
             if _torch_private.is_dtensor(value):
                 value = value.full_tensor()  # type: ignore[attr-defined]
@@ -216,3 +224,22 @@ def of_whole(
     layout = FlatLayout((ParamSpec(names[0], shape, 0),), 1, max(own.numel(), 1))
     piece = Piece.of_whole(shape)
     return HeldPart(piece, layout, 0, 0, names, value.dtype, own, is_written_here)
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldState:
+    """What a model holds, and this rank of it."""
+
+    groups: list[NamedGroup]
+    unmanaged: dict[str, Any]  # buffers, unmanaged parameters and extra state, by clean name
+    parts: list[HeldPart]  # of all tensors, in the order before sharding
+
+
+def held_state(model: nn.Module, is_written_here: bool = False) -> HeldState:
+    """Return the state of a model. is_written_here: this rank is the one that writes what no unit
+    manages. Collective for DTensors beside units."""
+    groups, unmanaged = named_groups(units_of(model)), unmanaged_state(model)
+    order = {name: position for position, name in enumerate(names_before(model))}
+    parts = [*managed_parts(groups), *_unmanaged_parts(unmanaged, is_written_here)]
+    parts.sort(key=lambda held: order.get(held.names[0], len(order)))
+    return HeldState(groups, unmanaged, parts)
