@@ -252,9 +252,7 @@ def _refuse_values(
         ]
     if strict and (missing or errors or not free):
         absent = {
-            name
-            for name in others.keys() - by_name.keys()
-            if errors or not name.endswith("num_batches_tracked")  # torch does without it
+            name for name in others.keys() - by_name.keys() if errors or not may_be_missing(name)
         }
         missing = [name for name in order if name in missing or name in absent]
         unexpected = [key for key in state_dict if clean_name(str(key)) not in known]
@@ -275,6 +273,11 @@ def others_in(model: nn.Module) -> dict[str, torch.Tensor | None]:
         slot.name: None if loads_in_own_way(slot.holder) else slot.value
         for slot in unmanaged_in(model)
     }
+
+
+def may_be_missing(name: str) -> bool:
+    """True for what models of old files do not have: torch loads them without it."""
+    return name.endswith("num_batches_tracked")
 
 
 def absent_buffers(model: nn.Module) -> Iterator[str]:

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from .. import errors
-from .._state.model_loading import absent_buffers, load_unmanaged, others_in
+from .._state.model_loading import absent_buffers, load_unmanaged, may_be_missing, others_in
 from .._state.optimizer_checks import cut_state
 from .._text import joined
 from ..errors import CheckpointError, FsdpCompatError
@@ -306,7 +306,7 @@ class _LoadPlan:
     ) -> None:
         """Raises CheckpointError. through: round floating-point values to this dtype."""
         self.source, self.report = source, LoadReport(source.path)
-        self._model, self._through = model, through
+        self._model, self._strict, self._through = model, strict, through
         self._others: dict[str, Any] = {}  # what is taken of buffers and unmanaged parameters
         fixed = {name for name, value in others_in(model).items() if value is not None}
         parts = [each for each in held.parts if each.place or not fixed.isdisjoint(each.names)]
@@ -316,12 +316,12 @@ class _LoadPlan:
         # What modules load in their own way keeps the shape that it was saved in.
         free = {name: value for name, value in held.unmanaged.items() if name not in fixed}
         free.update((n, None) for n in absent_buffers(model) if n in source.names)
-        self._plan_free(free, strict)
+        self._plan_free(free)
         known = {*held.unmanaged, *free, *(name for each in parts for name in each.names)}
         self.report.unexpected += [name for name in source.names if name not in known]
         strange = source.strange_states() if optimizer is not None else []
         self.report.unexpected += [f"{n} (optimizer state)" for n in strange if n not in known]
-        self._require_fit(strict, bool(taken or self._others))
+        self._require_fit(bool(taken or self._others))
         left = {*self.report.missing, *self.report.mismatched}
         self._of_optimizer: OptimizerLoadPlan | None = None
         if optimizer is not None:
@@ -343,42 +343,47 @@ class _LoadPlan:
             )
         return self.report
 
-    def _name(self, names: tuple[str, ...]) -> str:
-        """Return the name under which the checkpoint has a tensor, or the first of its names."""
-        return next((name for name in names if name in self.source.names), names[0])
+    def _stored(self, held: HeldPart) -> dict[str, Any]:
+        """Return what the checkpoint has under the names of a tensor, tied values once."""
+        found: dict[str, Any] = {}
+        for name in [name for name in held.names if name in self.source.names]:
+            value = self.source.value(name)
+            if all(value is not other for other in found.values()):
+                found[name] = value
+        return found
 
     def _takes(self, held: HeldPart) -> bool:
         """Return whether the checkpoint has a tensor that fits; report it if not."""
-        name = self._name(held.names)
-        if name not in self.source.names:
+        stored = self._stored(held)
+        if not stored and not (self._strict and may_be_missing(held.names[0])):
             self.report.missing.append(held.names[0])
-            return False
-        if how := _mismatch(self.source.value(name), held):
-            self.report.mismatched[name] = how
-        return not how
+        wrong = {name: how for name, value in stored.items() if (how := _mismatch(value, held))}
+        self.report.mismatched.update(wrong)
+        return bool(stored) and not wrong
 
     def _plan_part(self, held: HeldPart) -> None:
-        """Read a part into its place; of an unmanaged tensor, into new memory."""
+        """Read a part into its place; of an unmanaged tensor, into new memory. Of tied tensors that
+        differ in the checkpoint, the last one is taken, as ``load_state_dict`` does."""
         target = held.values
         if held.place is None:
             # The state dict may hold a copy in another dtype than the module computes with.
             target = torch.empty_like(held.values, device="cpu")
             self._others.update(dict.fromkeys(held.names, target.view(held.shape)))
-        self.source.plan(
-            self.source.value(self._name(held.names)), held.boxes(target), self._through
-        )
+        *_, stored = self._stored(held).values()
+        self.source.plan(stored, held.boxes(target), self._through)
 
-    def _plan_free(self, free: dict[str, Any], strict: bool) -> None:
+    def _plan_free(self, free: dict[str, Any]) -> None:
         """Plan extra state, and tensors of any shape."""
         is_of_tensors = "safetensors" in self.source.archive.kind
         for name, value in free.items():
             if name in self.source.names:
                 self._others[name] = self.source.planned(self.source.value(name))
-            elif isinstance(value, torch.Tensor) or not (strict and is_of_tensors):
+            elif isinstance(value, torch.Tensor) or not (self._strict and is_of_tensors):
                 self.report.missing.append(name)
 
-    def _require_fit(self, strict: bool, takes_any: bool) -> None:
-        """Raise CheckpointError unless the checkpoint fits; not ``strict``: in part."""
+    def _require_fit(self, takes_any: bool) -> None:
+        """Raise CheckpointError unless the checkpoint fits; not strict: in part."""
+        strict = self._strict
         if not self.report.is_complete and (strict or not takes_any):
             what = "The checkpoint does not fit" if strict else "Nothing in the checkpoint fits"
             more = ", or strict=False to load what fits" if strict else ""
