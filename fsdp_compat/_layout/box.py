@@ -10,7 +10,7 @@ import math
 import operator
 from collections.abc import Collection, Sequence
 
-from .spec import FlatLayout, Interval
+from .spec import FlatLayout, Interval, same_parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +110,11 @@ class Share:
         """Return the share of ``rank`` as boxes of the whole parameter."""
         found = cut_into_boxes(self.piece.shape, self.layout.part(self.index, rank))
         return [box.moved(self.piece.offsets) for box in found]
+
+    def is_alike(self, other: Share) -> bool:
+        """True if every rank holds the same elements of the parameter as beside ``other``."""
+        is_same = same_parts(self.layout, self.index, other.layout, other.index)
+        return is_same and self.piece == other.piece
 
 
 def require_grid(pieces: Collection[Piece]) -> None:

@@ -33,7 +33,7 @@ from .._engine.state_store import StateStore, store_of
 from .._engine.tensor_parallel import TensorParallel
 from .._layout.box import Box, Piece, Share
 from .._layout.rows import CopiedLayout
-from .._layout.spec import FlatLayout, ParamSpec, Section, same_parts
+from .._layout.spec import FlatLayout, ParamSpec, Section
 from ..errors import CheckpointError
 from .units import clean_name
 
@@ -127,8 +127,7 @@ class Cut(Share):
             (self.layout.ranks, self.members) == (other.layout.ranks, other.members)
             # of a scalar: either the first rank holds it, or every rank does
             and self.layout.part(self.index, last) == other.layout.part(other.index, last)
-            and self.piece == other.piece
-            and same_parts(self.layout, self.index, other.layout, other.index)
+            and self.is_alike(other)
         )
 
 

@@ -100,11 +100,11 @@ class Run:
             if (manifest := next(self._complete, None)) is None:
                 return None, sorted(step for step, _ in self._read)
             self._read.append((manifest.step, manifest.identity))
-        steps = [step for step, _ in self._read]
+        newest, steps = self._read[-1], [step for step, _ in self._read]
         for step, path in steps_in(self.folder).items():
             with contextlib.suppress(OSError):
-                steps += [step] if step < steps[-1] and (path / MANIFEST).is_file() else []
-        return self._read[-1], sorted(steps)
+                steps += [step] if step < newest[0] and (path / MANIFEST).is_file() else []
+        return newest, sorted(steps)
 
 
 def newest_common(

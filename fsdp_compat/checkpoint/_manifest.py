@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from .._layout.box import Piece, Share, require_grid
-from .._layout.spec import FlatLayout, ParamSpec, same_parts
+from .._layout.spec import FlatLayout, ParamSpec
 from .._version import __version__
 from ..errors import CheckpointError
 from ._blocks import FileFacts, damaged
@@ -67,13 +67,11 @@ class FlatGroup:
     def is_cut_as(self, index: int, share: Share, is_flattened: bool) -> bool:
         """Return whether every rank has the elements of a parameter that it has beside ``share``.
         is_flattened: the optimizer of ``share`` has one parameter for all of the layout."""
-        if self.pieces[index] != share.piece:
-            return False
         # The rank-local state of a flat parameter is stored under the first parameter in it, and
         # fits only where all of them have their old offsets.
         starts = [[spec.start for spec in each.params] for each in (self.layout, share.layout)]
-        is_same = same_parts(self.layout, index, share.layout, share.index)
-        return is_same and (not is_flattened or starts[0] == starts[1])
+        own = Share(self.pieces[index], self.layout, index, share.rank)
+        return own.is_alike(share) and (not is_flattened or starts[0] == starts[1])
 
     def as_json(self) -> dict[str, Any]:
         params = [

@@ -307,18 +307,21 @@ def test_a_run_with_a_folder_per_node_resumes_from_a_step_that_all_nodes_have(
     """Otherwise it stops: starting anew would overwrite days of training."""
     rank, model = dist.get_rank(), _model()
     root = tmp_path / f"node {rank}"
-    paths = [checkpoint.save(root, model, extra=step, step=step) for step in (1, 2)]
-    if rank == 1:
-        shutil.rmtree(paths[1])
+    paths = [checkpoint.save(root, model, extra=step, step=step) for step in (1, 2, 3, 4)]
+    for path in paths[1:] if rank == 1 else ():
+        shutil.rmtree(path)
     dist.barrier()
     for newest in (lambda: checkpoint.load(root, model).path, lambda: latest(root, model)):
-        with pytest.warns(UserWarning, match=r"step-00000002 was skipped: not all ranks have it"):
+        with pytest.warns(UserWarning) as told:
             assert newest() == paths[0]
+        assert [str(each.message) for each in told] == [
+            f"{path} was skipped: not all ranks have it, of the same save" for path in paths[1:]
+        ]
     dist.barrier()
     if rank == 1:
         shutil.rmtree(root)
     dist.barrier()
-    with refused(CheckpointError, "no checkpoint in common", "rank 0: 1, 2; rank 1: none"):
+    with refused(CheckpointError, "no checkpoint in common", "rank 0: 1, 2, 3, 4; rank 1: none"):
         checkpoint.resume(root, model, default=0)
 
 
