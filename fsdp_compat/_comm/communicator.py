@@ -41,6 +41,11 @@ def communicator(axis: Axis, device: torch.device) -> Transport:
     return found[device.type]
 
 
+def made(axis: Axis, device: torch.device) -> Transport | None:
+    """Return the communicator along an axis if it was made."""
+    return None if axis.group is None else _communicators.get(axis.group, {}).get(device.type)
+
+
 def _transport(axis: Axis, group: dist.ProcessGroup, device: torch.device) -> Transport:
     small = _torch_private.default_device_of_backend(group) if device.type == "meta" else device
     if is_in_python(group):

@@ -22,6 +22,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 
+from .._comm.communicator import made
 from .._comm.divergence import progress
 from .._comm.divergence.store_rendezvous import rendezvous_of
 from .._comm.environment import checks_calls, idle_limit_s
@@ -72,7 +73,13 @@ def agree(groups: Sequence[Group], *, copies: bool = True) -> None:
 
 
 def _without_tags(groups: Iterable[Group], axis: Transport) -> list[Group]:
-    return [g for g in groups if axis not in g.tags and axis in _communicators([g], copies=True)]
+    return [group for group in groups if axis not in group.tags and _uses(group, axis)]
+
+
+def _uses(group: Group, axis: Transport) -> bool:
+    """Tell without making communicators: a model that this rank alone keeps may lack some."""
+    further = (made(each, group.device) for each in group.store.tensor_parallel_axes)
+    return axis in (group.shard, group.replica, *further)
 
 
 def _require_same(new: Sequence[Group], axis: Transport) -> None:

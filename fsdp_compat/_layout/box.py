@@ -1,14 +1,16 @@
-"""Boxes: contiguous ones that make up an interval of a row-major tensor, and pieces, which are
-stored by themselves, as the ranks of tensor parallelism hold them."""
+"""Boxes: contiguous ones that make up an interval of a row-major tensor; pieces, which are stored
+by themselves, as the ranks of tensor parallelism hold them; and the share that one rank has."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import math
-from collections.abc import Collection
+import operator
+from collections.abc import Collection, Sequence
 
-from .spec import Interval
+from .spec import FlatLayout, Interval, same_parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +23,10 @@ class Box:
     @property
     def numel(self) -> int:
         return math.prod(self.sizes)
+
+    def moved(self, by: Sequence[int]) -> Box:
+        """Return a box of a part as one of the whole tensor, in which the part begins at ``by``."""
+        return Box(tuple(map(operator.add, self.offsets, by)), self.sizes)
 
 
 def cut_into_boxes(shape: tuple[int, ...], part: Interval) -> list[Box]:
@@ -79,6 +85,36 @@ class Piece:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """The elements of a parameter that one rank holds: of a piece, those that a layout gives it."""
+
+    piece: Piece
+    layout: FlatLayout
+    index: int  # of the piece in the layout
+    rank: int  # in the layout
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The shape of the whole parameter."""
+        return self.piece.whole_shape
+
+    @functools.cached_property
+    def part(self) -> Interval:
+        """The elements of the piece that the rank holds."""
+        return self.layout.part(self.index, self.rank)
+
+    def boxes_on(self, rank: int) -> list[Box]:
+        """Return the share of ``rank`` as boxes of the whole parameter."""
+        found = cut_into_boxes(self.piece.shape, self.layout.part(self.index, rank))
+        return [box.moved(self.piece.offsets) for box in found]
+
+    def is_alike(self, other: Share) -> bool:
+        """True if every rank holds the same elements of the parameter as beside ``other``."""
+        is_same = same_parts(self.layout, self.index, other.layout, other.index)
+        return is_same and self.piece == other.piece
 
 
 def require_grid(pieces: Collection[Piece]) -> None:

@@ -14,7 +14,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import StateError
-from .optim_contents import CompositeOptimizer, ParamOwnership, inner_optimizers, is_count
+from .optim_contents import (
+    CompositeOptimizer,
+    ParamOwnership,
+    StateKind,
+    classify_all,
+    inner_optimizers,
+)
 
 _States = dict[nn.Parameter, Mapping[Any, Any]]
 
@@ -50,12 +56,12 @@ def first_states(ownership: ParamOwnership, optimizer: Optimizer) -> _States:
             stacklevel=4,
         )
         return {}
+    kinds = classify_all(states, tells_0d=True)
     for parameter, entry in states.items():
         scalars = [
             key
             for key, value in entry.items()
-            if not isinstance(value, torch.Tensor)
-            or (not value.dim() and (parameter.dim() or is_count(key, ())))
+            if kinds[parameter][key] is StateKind.SCALAR or not isinstance(value, torch.Tensor)
         ]
         if scalars == ["step"]:  # where others go with it, it has to stay
             entry["step"] = entry["step"] * 0

@@ -157,7 +157,7 @@ def read_part(value: Any, cut: Cut) -> torch.Tensor:
         value = materialised(value, cut.layout.params[cut.index].name)
     if isinstance(value, BoxedTensor) and value.cut.is_as(cut):
         return value.elements()
-    is_part = isinstance(value, BoxedTensor) and not value.cut.is_of_whole
+    is_part = isinstance(value, BoxedTensor) and not value.cut.piece.is_whole
     if _torch_private.is_dtensor(value):
         # A state dict may have been put on the CPU.
         moved: Any = value.to(value.device_mesh.device_type)
@@ -173,9 +173,9 @@ def read_part(value: Any, cut: Cut) -> torch.Tensor:
 
 def is_readable(value: object, cut: Cut) -> bool:
     """False for shards of a tensor-parallel parameter, unless it has the same placement here."""
-    if not isinstance(value, BoxedTensor) or value.cut.is_of_whole:
+    if not isinstance(value, BoxedTensor) or value.cut.piece.is_whole:
         return True
-    return (value.cut.shape, value.cut.place) == (cut.shape, cut.place)
+    return value.cut.piece == cut.piece
 
 
 def whole_value(value: Any, name: str) -> Any:

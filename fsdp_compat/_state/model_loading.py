@@ -35,7 +35,7 @@ from .loaded_values import (
 )
 from .model_state import beside_units, sharded_keys
 from .own_ways import StandIn, exact_buffers_of, loads_in_own_way, overrides, units_with_say
-from .rank0 import Outline, Rank0Broadcast, Rank0Value, outline_of, received
+from .rank0 import Rank0Broadcast, Rank0Value, outline_of, received
 from .sharded_values import BoxedTensor, cut_of, dtype_of, flat_cut
 from .summon import Options, full_unit
 from .units import (
@@ -252,9 +252,7 @@ def _refuse_values(
         ]
     if strict and (missing or errors or not free):
         absent = {
-            name
-            for name in others.keys() - by_name.keys()
-            if errors or not name.endswith("num_batches_tracked")  # torch does without it
+            name for name in others.keys() - by_name.keys() if errors or not may_be_missing(name)
         }
         missing = [name for name in order if name in missing or name in absent]
         unexpected = [key for key in state_dict if clean_name(str(key)) not in known]
@@ -275,6 +273,11 @@ def others_in(model: nn.Module) -> dict[str, torch.Tensor | None]:
         slot.name: None if loads_in_own_way(slot.holder) else slot.value
         for slot in unmanaged_in(model)
     }
+
+
+def may_be_missing(name: str) -> bool:
+    """True for what models of old files do not have: torch loads them without it."""
+    return name.endswith("num_batches_tracked")
 
 
 def absent_buffers(model: nn.Module) -> Iterator[str]:
@@ -534,7 +537,7 @@ def _filled(model: nn.Module, given: Any, strict: bool, assign: bool) -> Any:
         value = given[key] if rank0.is_here else outline
         if isinstance(outline, Rank0Value):
             value = Rank0Value(outline.is_lazy, value if rank0.is_here else None, rank0)
-        elif isinstance(outline, Outline):
+        elif isinstance(outline, torch.Tensor):
             [sent] = rank0.send([value], f"the value of {key!r}")
             value = value if rank0.is_here else sent
             target = others.get(clean_name(key))

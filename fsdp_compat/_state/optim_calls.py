@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import itertools
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -28,12 +29,12 @@ from ..errors import (
 from .dry_run import states_to_be
 from .elementwise import warn_of_parts
 from .forms import get_state_dict_type
-from .optim_contents import begin, classify_all, numbered_names, ownership_of, require_state_dict
+from .optim_contents import HeldStates, begin, numbered_names, ownership_of, require_state_dict
 from .optim_export import ExportForm, Values, export_optim_state, form_set
 from .optim_import import LoadOptions, import_optim_state
 from .optimizer_checks import cut_state, shapes_of_parts
 from .rank_local import rank_local_names
-from .units import clean_name, names_before, units_of
+from .units import names_before, units_of
 
 _Input = list[dict[str, Any]] | Iterable[nn.Parameter] | None
 
@@ -166,9 +167,7 @@ def check(model: nn.Module, optimizer: Optimizer) -> list[str]:
     cut_state(optimizer)
     warn_of_parts(optimizer, shapes_of_parts(optimizer), stacklevel=3)
     ownership = ownership_of(optimizer.param_groups, label, units, model)
-    states = states_to_be(ownership, optimizer)
-    kinds = classify_all({p: s for p, s in states.items() if not ownership.held[p].is_owned})
-    return rank_local_names(ownership, kinds)
+    return rank_local_names(HeldStates(ownership, states_to_be(ownership, optimizer)))
 
 
 # -- the older calls
@@ -291,10 +290,16 @@ def rekey_optim_state_dict(
     kinds = {type(key) for key in used}
     if kinds == {str if kind is OptimStateKeyType.PARAM_NAME else int}:
         return dict(optim_state_dict)
-    names, numbers = _numbering(model, _groups_of(optim_input, optim, model, where), where)
-    keys: dict[Any, Any] = {key: numbers.get(clean_name(str(key))) for key in used}
+    given = _groups_of(optim_input, optim, model, where)
+    ownership = ownership_of(given, where, units_of(model), model)
+    names = list(itertools.chain(*numbered_names(ownership, names_before(model))))
+    keys: dict[Any, Any]
     if kind is OptimStateKeyType.PARAM_NAME:
-        keys = {key: names.get(key) for key in used}
+        by_number = dict(enumerate(names))
+        keys = {key: by_number.get(key) for key in used}
+    else:
+        numbers = {name: number for number, name in enumerate(names)}
+        keys = {key: numbers.get(ownership.name_before(key)) for key in used}
     unknown = [key for key in used if keys[key] is None or len(kinds) > 1]
     if unknown:
         raise CheckpointError.of(
@@ -317,21 +322,6 @@ def rekey_optim_state_dict(
             for group in groups
         ]
     return result
-
-
-def _numbering(
-    model: nn.Module, groups: list[dict[str, Any]], where: str
-) -> tuple[dict[int, str], dict[str, int]]:
-    """Return names by the numbers that an optimizer gives parameters, and numbers by all names."""
-    ownership = ownership_of(groups, where, units_of(model), model)
-    by_group = numbered_names(ownership, names_before(model))
-    names = dict(enumerate(name for of_group in by_group for name in of_group))
-    numbers = {name: number for number, name in names.items()}
-    for contents in ownership.held.values():
-        for first, *others in contents.all_names.values():
-            if first in numbers:
-                numbers.update(dict.fromkeys(others, numbers[first]))
-    return names, numbers
 
 
 def _groups_of(

@@ -23,8 +23,7 @@ from .. import _torch_private
 from .._engine import rendezvous
 from .._engine.group import Group
 from .._engine.state_store import store_of
-from .._text import joined
-from ..errors import CheckpointError, FsdpCompatError, UsageError
+from ..errors import FsdpCompatError, UsageError
 from .sharded_values import copied
 from .units import NamedUnit, clean_name, names_of, require_idle, units_of
 
@@ -323,21 +322,67 @@ def classify(value: object, param: nn.Parameter) -> StateKind:
     return StateKind.PER_ELEMENT if fits else StateKind.RANK_LOCAL
 
 
-def classify_all(states: Mapping[nn.Parameter, Mapping[Any, Any]]) -> Kinds:
+def classify_all(
+    states: Mapping[nn.Parameter, Mapping[Any, Any]], *, tells_0d: bool = False
+) -> Kinds:
     """Return the kinds of all states of several parameters. A rank-local state may have the shape
-    of a one-element parameter by chance: other parameters decide."""
+    of a one-element parameter by chance: other parameters decide. tells_0d: 0-d states of 0-d
+    parameters are per element, unless they are counts."""
     kinds = {
         param: {key: classify(value, param) for key, value in state.items()}
         for param, state in states.items()
     }
-    rank_local = {
-        key for its in kinds.values() for key, kind in its.items() if kind is StateKind.RANK_LOCAL
-    }
+    rank_local, with_dims = set[Any](), dict[Any, list[bool]]()
+    for param, its in kinds.items():
+        rank_local |= {key for key, kind in its.items() if kind is StateKind.RANK_LOCAL}
+        for key, kind in its.items() if param.dim() else ():
+            with_dims.setdefault(key, []).append(kind is StateKind.PER_ELEMENT)
     for param, its in kinds.items():
         for key in rank_local & its.keys() if param.numel() <= 1 else ():
             if its[key] is StateKind.PER_ELEMENT:
                 its[key] = StateKind.RANK_LOCAL
+        for key, value in states[param].items() if tells_0d and not param.dim() else ():
+            is_0d = isinstance(value, torch.Tensor) and not value.dim()
+            if is_0d and is_per_element_of_0d(key, with_dims.get(key, ())):
+                its[key] = StateKind.PER_ELEMENT
     return kinds
+
+
+def is_per_element_of_0d(key: Any, with_dims: Collection[bool]) -> bool:
+    """Return whether a 0-d state of a 0-d parameter has one element per element, and is not a
+    count. with_dims: whether the same state of other parameters has; without any, the name
+    decides."""
+    return any(with_dims) if with_dims else not is_count(key, ())
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldStates:
+    """The states that an optimizer holds, by its parameters, without stale ones of parameters that
+    have no element on this rank."""
+
+    ownership: ParamOwnership
+    states: Mapping[nn.Parameter, Mapping[Any, Any]]
+
+    @functools.cached_property
+    def of_shards(self) -> dict[nn.Parameter, Mapping[Any, Any]]:
+        """All but those of whole parameters that this rank owns."""
+        return {p: s for p, s in self.states.items() if not self.ownership.held[p].is_owned}
+
+    @functools.cached_property
+    def kinds(self) -> Kinds:
+        return classify_all(self.of_shards)
+
+    @property
+    def owned(self) -> dict[str, dict[Any, Any]]:
+        """The states of whole parameters that this rank owns, by name, in plain tensors."""
+        named = self.ownership.owned
+        return {name: in_tensors(self.states[p]) for p, name in named if p in self.states}
+
+    @property
+    def unmanaged(self) -> dict[str, Mapping[Any, Any]]:
+        """The states of parameters that no unit manages, by name, in the optimizer's order."""
+        names = dict(self.ownership.unmanaged)
+        return {names[p]: state for p, state in self.states.items() if p in names}
 
 
 def in_tensors(state: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -394,93 +439,6 @@ class _DeepCopies(TorchFunctionMode):
         if func is torch.Tensor.__deepcopy__ and type(args[0]) is torch.Tensor:
             return copied(args[0], self._to_cpu).requires_grad_(args[0].requires_grad)
         return func(*args, **(kwargs or {}))
-
-
-# -- the settings of its groups
-
-# Keys of groups that are no settings, and settings of torch.optim that choose an implementation,
-# and change no number.
-_NAMES = ("params", "param_names")
-_IMPLEMENTATION = ("capturable", "differentiable", "foreach", "fused")
-
-
-def settings_for(
-    ownership: ParamOwnership, saved: Sequence[Mapping[str, Any]], where: str, strict: bool = True
-) -> list[tuple[Mapping[str, Any] | None, str]]:
-    """Return for each group the settings its parameters were saved with, or else those at its
-    position that no other group takes, or None; with a text if there is more than one value of some
-    setting: parameters of one group had different ones, or groups with different settings were
-    saved as one. Raises CheckpointError for that, if strict. saved: groups by names."""
-    of_name = {name: number for number, group in enumerate(saved) for name in group["params"]}
-    claimed: list[list[int]] = []  # by group of the optimizer: numbers of saved groups
-    for group in ownership.groups:
-        all_names = (its for p in group["params"] for its in ownership.held[p].all_names.values())
-        names = itertools.chain.from_iterable(all_names)
-        claimed.append(list(dict.fromkeys(of_name[name] for name in names if name in of_name)))
-    unlike: dict[int, list[str]] = {}  # by number of the saved group
-    for each in {number for own in claimed for number in own}:
-        heirs = {n: group for n, group in enumerate(ownership.groups) if each in claimed[n]}
-        unlike[each] = _among_heirs(saved[each], heirs)
-    found: list[tuple[Mapping[str, Any] | None, str]] = []
-    for number, own in enumerate(claimed):
-        is_alone = not own and len(saved) == len(claimed) and number not in unlike
-        its = [saved[each] for each in (own or [number] * is_alone)]
-        settings = {k: value for k, value in its[0].items() if k not in _NAMES} if its else None
-        differences = _among_saved(its) or [text for each in own for text in unlike[each]]
-        found.append((settings, joined(differences, 4, "; ")))
-        if differences and strict:
-            raise CheckpointError.of(
-                "The parameters were in other groups when they were saved, with other settings.",
-                expected="groups like those that were saved, or with the same settings",
-                got=found[-1][1],
-                where=f"parameter group {number} of the optimizer, {where}",
-                fix="make the groups as they were saved, with use_orig_params=True or fully_shard "
-                "if a FlatParameter, which is in one group, stands in the way; give them the same "
-                "settings, and others after the load; with checkpoint.load, strict=False keeps "
-                "their settings",
-            )
-    return found
-
-
-def like(value: Any, own: Any) -> Any:
-    """Return a setting; as a tensor like the optimizer's own, if that is one."""
-    if isinstance(own, torch.Tensor) and isinstance(value, (int, float, torch.Tensor)):
-        found = torch.as_tensor(value)
-        if found.numel() == own.numel():
-            return found.to(own.device, own.dtype).view(own.shape)
-    return value
-
-
-def _among_saved(groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return how the settings of saved groups differ that one group would get."""
-    return [
-        f"{key}={groups[0].get(key)!r} for {groups[0]['params'][0]!r}, "
-        f"{other.get(key)!r} for {other['params'][0]!r}"
-        for other in groups[1:]
-        for key in dict.fromkeys([*groups[0], *other])
-        if key not in _NAMES and repr(groups[0].get(key)) != repr(other.get(key))
-    ]
-
-
-def _among_heirs(saved: Mapping[str, Any], heirs: Mapping[int, Mapping[str, Any]]) -> list[str]:
-    """Return how groups differ that were saved as one, and would get its settings."""
-    (number, first), *others = heirs.items()
-    return [
-        f"{key}={first[key]} in group {number}, {other[key]} in group {heir}, saved as {value!r}"
-        for heir, other in others
-        for key, value in saved.items()
-        if key in first and key in other and key not in (*_NAMES, *_IMPLEMENTATION)
-        if not _is_same(first[key], other[key])
-    ]
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(other, torch.Tensor):
-        one, other = other, one
-    if isinstance(one, torch.Tensor):
-        other = like(other, one)
-        return isinstance(other, torch.Tensor) and torch.equal(one, other)
-    return bool(one == other)
 
 
 # -- its state dict

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import functools
 import math
 import textwrap
 import typing
@@ -32,12 +31,10 @@ from .forms import get_state_dict_type
 from .optim_agreement import describe, global_rank, require_alike
 from .optim_contents import (
     CompositeOptimizer,
-    Kinds,
+    HeldStates,
     ParamOwnership,
     StateKind,
     begin,
-    classify_all,
-    in_tensors,
     inner_optimizers,
     is_whole,
     numbered_state_dict,
@@ -114,7 +111,7 @@ def export_optim_state(
         source, problem = None, error
     agreed = _agree(source, all_groups, problem, where)
     assert source is not None
-    warn_of_layout(rank_local_names(source.ownership, source.kinds), optimizer, stacklevel=4)
+    warn_of_layout(rank_local_names(source), optimizer, stacklevel=4)
     first = model_units_in(model)[0]
     is_first = first.mesh.is_first if group is None else dist.get_rank(group) == 0
     form = dataclasses.replace(
@@ -131,12 +128,8 @@ def export_optim_state(
 
 def _owned_states(source: _Source, groups: Sequence[Group], form: ExportForm) -> dict[str, Any]:
     """Return the states of whole parameters: own ones, or whole values of all. Collective then."""
-    found = {
-        name: snapshot(in_tensors(source.states[parameter]), form.to_cpu)
-        for parameter, name in source.ownership.owned
-        if parameter in source.states
-    }
-    own = dict(found)
+    own = {name: snapshot(its, form.to_cpu) for name, its in source.owned.items()}
+    found = dict(own)
     axes = dict.fromkeys(group.shard for group in groups if group.shard.ranks > 1)
     device = torch.device("cpu") if form.to_cpu else groups[0].store.shard.device
     for axis in axes if form.values is Values.WHOLE else ():
@@ -150,9 +143,7 @@ def _result(
 ) -> dict[str, Any]:
     """Return the state dict by names. groups: the optimizer's, or with all "names" in each."""
     names_in = source.ownership.names_in
-    for parameter, name in source.ownership.unmanaged:
-        if parameter in source.states:
-            state[name] = snapshot(dict(source.states[parameter]), to_cpu)
+    state |= {name: snapshot(dict(its), to_cpu) for name, its in source.unmanaged.items()}
     in_order = [name for p in source.ownership.numbers for name in names_in(p)]
     names = dict.fromkeys([name for name in in_order if name in state] + list(state))
     user_states = snapshot(dict(source.user_states), to_cpu)
@@ -170,11 +161,9 @@ def _result(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Source:
+class _Source(HeldStates):
     """The contents of ``optimizer.state_dict()``, by parameter."""
 
-    ownership: ParamOwnership
-    states: Mapping[nn.Parameter, Mapping[Any, Any]]
     user_states: Mapping[str, Any]  # states that belong to no parameter, by the user's keys
     # The dict's, with parameters as "params"; None if it has none.
     param_groups: Sequence[Mapping[str, Any]] | None
@@ -189,11 +178,6 @@ class _Source:
                 found |= first_states(ownership, each)
         is_dry_run = bool(found) and not self.states
         return dataclasses.replace(self, states={**self.states, **found}, is_dry_run=is_dry_run)
-
-    @functools.cached_property
-    def kinds(self) -> Kinds:
-        held = self.ownership.held
-        return classify_all({p: s for p, s in self.states.items() if not held[p].is_owned})
 
     def facts_of(self, group: Group, *, exact: bool = True) -> _Facts:
         """Return this rank's description of its states of a group. Unless exact, parameters without
@@ -242,7 +226,7 @@ def _source_of(ownership: ParamOwnership, state_dict: Any, where: str) -> _Sourc
     groups = groups and [{**g, "params": [by_key[k] for k in g["params"]]} for g in groups]
     states = {by_key[k]: entry for k, entry in entries.items()}
     current = {p: entry for p, entry in states.items() if not ownership.is_vacant(p)}
-    return _Source(ownership, current, user_states, groups)
+    return _Source(ownership, current, user_states=user_states, param_groups=groups)
 
 
 # -- what ranks tell each other about their states
@@ -255,10 +239,6 @@ class _StateFacts(typing.NamedTuple):
     dtype: torch.dtype | None = None
     text: str = ""  # of a scalar's value, to compare it
     value: Any = None  # of a scalar
-
-    @property
-    def is_per_element(self) -> bool:
-        return self.kind is StateKind.PER_ELEMENT
 
 
 class _Facts(typing.NamedTuple):
@@ -375,7 +355,7 @@ class _GroupStates:
             ]
             self.known[param] = _agreed(by_rank)
             for key, state in self.known[param].items():
-                if state.is_per_element:
+                if state.kind is StateKind.PER_ELEMENT:
                     self._require_everywhere(param, key, [key in its for its in by_rank])
 
     def _require_everywhere(self, param: nn.Parameter, key: Any, present: list[bool]) -> None:
@@ -403,7 +383,7 @@ class _GroupStates:
         for param, known in self.known.items():
             as_they_are = dict[Any, Any]()
             for key, facts in known.items():
-                if facts.is_per_element:
+                if facts.kind is StateKind.PER_ELEMENT:
                     per_element.setdefault((key, facts.dtype), []).append(param)
                 elif facts.kind is StateKind.SCALAR or whole:
                     as_they_are[key] = self.states[param].get(key, facts.value)

@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 import textwrap
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,30 +26,33 @@ from ..errors import (
     UsageError,
     ValueCheckpointError,
 )
-from .loaded_values import is_sharded, read_part, unfit
+from .loaded_values import is_sharded, read_part
 from .optim_agreement import describe, global_rank, require_alike
 from .optim_contents import (
     CompositeOptimizer,
     NumberedState,
     ParamOwnership,
-    StateKind,
     begin,
-    classify,
-    is_count,
-    is_whole,
-    numbered_names,
     ownership_of,
     require_state_dict,
-    settings_for,
     snapshot,
     user_keys,
 )
+from .optim_fit import (
+    ONLY_NEW,
+    Cut,
+    Entries,
+    Fill,
+    fitted,
+    names_of_numbers,
+    not_loaded,
+    per_element,
+    settings_for,
+)
 from .rank0 import Rank0Broadcast, outline_of
 from .rank_local import RankState, check_layout, restored
-from .sharded_values import copied, cut_of, dtype_of
+from .sharded_values import cut_of
 from .units import model_units_in, names_before
-
-PER_ELEMENT, SCALAR, RANK_LOCAL = StateKind  # "scalar" is here everything that is not cut
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,31 +180,39 @@ def _require_senders(
 class _Given:
     """A state dict that was checked and fits, keyed by the names before wrapping."""
 
-    # By kind, name and key. Rank-local states are those of all ranks.
-    states: Mapping[StateKind, Mapping[str, Mapping[Any, Any]]]
+    entries: Entries  # without rank-local states
+    rank_local: Mapping[str, Sequence[RankState]]  # those of all ranks, by name
     groups: Sequence[Mapping[str, Any]] | None  # parameter groups, their params by name
     user_states: Mapping[str, Any]  # states that belong to no parameter
 
     def whole_names(self, ownership: ParamOwnership) -> list[str]:
         """Return the names of parameters that ranks step whole, here or elsewhere."""
         own = {name for _, name in ownership.owned}
-        names = self.states[SCALAR]
-        return [name for name in names if name in own or ownership.is_stepped_elsewhere(name)]
+        return [n for n in self.entries if n in own or ownership.is_stepped_elsewhere(n)]
+
+    def cut(self, ownership: ParamOwnership) -> Cut:
+        """Return the states that are cut. Raises CheckpointError for one that does not fit."""
+        whole = {*self.whole_names(ownership)}
+        managed = {
+            name: entry
+            for name, entry in self.entries.items()
+            if ownership.held[ownership.by_name[name][0]].group is not None and name not in whole
+        }
+        return per_element(ownership, managed, ownership.where)
 
     def outline(self, ownership: ParamOwnership) -> _Given:
         """Return a copy without the values that are sent one group at a time, or one parameter."""
-        whole: dict[str, Any] = {name: {} for name in self.whole_names(ownership)}
-        states: dict[StateKind, Any] = {
-            PER_ELEMENT: {
-                name: {key: outline_of(value) for key, value in entry.items()}
-                for name, entry in self.states[PER_ELEMENT].items()
-            },
-            RANK_LOCAL: {
-                name: dict.fromkeys(entry) for name, entry in self.states[RANK_LOCAL].items()
-            },
-            SCALAR: {**self.states[SCALAR], **whole},
+        cut, whole = self.cut(ownership), {*self.whole_names(ownership)}
+        entries = {
+            name: {
+                key: outline_of(value) if (name, key) in cut else value
+                for key, value in (entry.items() if name not in whole else ())
+            }
+            for name, entry in self.entries.items()
         }
-        return dataclasses.replace(self, states={**self.states, **states})
+        return dataclasses.replace(
+            self, entries=entries, rank_local=dict.fromkeys(self.rank_local, ())
+        )
 
 
 def _read(
@@ -220,16 +231,7 @@ def _read(
     keys = (*state, *(key for group in groups or () for key in group["params"]))
     names = {key: ownership.name_before(key) for key in keys}
     if any(isinstance(key, int) for key in keys):
-        if ownership.has_owners:  # whose numbers differ by rank
-            raise CheckpointError.of(
-                "The optimizer state is keyed by numbers, and GatheredOptimizer by names.",
-                expected="names of parameters",
-                got="numbers, as torch.optim saves them",
-                where=where,
-                fix="give it names first: FSDP.rekey_optim_state_dict(state, "
-                "OptimStateKeyType.PARAM_NAME, plain_model, optim=plain_optimizer)",
-            )
-        names |= _names_of_numbers(groups, ownership, order)
+        names |= names_of_numbers(groups, ownership, order, where)
     if groups is not None:
         groups = [{**group, "params": [names[key] for key in group["params"]]} for group in groups]
     settings_for(ownership, groups or (), where)  # raises
@@ -243,22 +245,27 @@ def _read(
     for key in [key for key in state if key not in user_states]:
         entries.setdefault(names[key], state[key])
     _refuse_unknown(ownership, entries)
-    known = {*entries, *(name for group in groups or () for name in group["params"])}
-    new = [name for p in ownership.numbers for name in ownership.names_in(p) if name not in known]
+    new = [
+        name for name, which in not_loaded(ownership, groups or (), entries) if which is ONLY_NEW
+    ]
     if new and groups and entries and global_rank() == 0:
         text = f"{where}: no state for {joined(new, 4, ', ')}: not in the saved optimizer."
         warnings.warn(text, stacklevel=5)
     if wanted.is_older_call:
         _refuse_uncounted(ownership, entries, where)
-    cut = _cut_states(entries, ownership)
-    states: dict[StateKind, Any] = {kind: {name: {} for name in entries} for kind in StateKind}
+    rank_local: dict[str, list[RankState]] = {}
     for name, entry in entries.items():
-        for key, value in entry.items():
-            is_local = isinstance(value, RankState)
-            kind = RANK_LOCAL if is_local else PER_ELEMENT if (name, key) in cut else SCALAR
-            states[kind][name][key] = value
-    check_layout(ownership, states[RANK_LOCAL])
-    return _Given(states, groups, user_states)
+        if states := [value for value in entry.values() if isinstance(value, RankState)]:
+            rank_local[name] = states
+            entries[name] = {k: v for k, v in entry.items() if not isinstance(v, RankState)}
+    check_layout(ownership, rank_local)
+    owned = {name: entries[name] for _, name in ownership.owned if name in entries}
+    what = "GatheredOptimizer cannot load a sharded state."
+    fix = "load its own state_dict(), or save with FULL_STATE_DICT or fsdp_compat.checkpoint"
+    _refuse_sharded(owned, what, ownership.where, fix)
+    given = _Given(entries, rank_local, groups, user_states)
+    given.cut(ownership)  # raises
+    return given
 
 
 def _refuse_unknown(ownership: ParamOwnership, named: Mapping[str, Any]) -> None:
@@ -296,88 +303,6 @@ def _refuse_uncounted(
             )
 
 
-def _names_of_numbers(
-    saved: Sequence[Mapping[str, Any]] | None, ownership: ParamOwnership, order: Sequence[str]
-) -> dict[int, str]:
-    """Return names by the numbers of the saved groups, or else of the optimizer's."""
-    by_group = numbered_names(ownership, order)
-    names = [name for of_group in by_group for name in of_group]
-    if saved is None:
-        return dict(enumerate(names))
-    expected, found = [len(its) for its in by_group], [len(group["params"]) for group in saved]
-    if found != expected:
-        raise CheckpointError.of(
-            "The optimizer state, which is keyed by numbers, does not fit the optimizer.",
-            expected=f"{len(expected)} parameter group(s), of {expected} parameters",
-            got=f"{len(found)}, of {found} parameters",
-            where=f"optim_state_dict_to_load, {ownership.where}",
-            fix="create the optimizer with the same parameter groups as the saved one, or load "
-            "state that is keyed by names",
-        )
-    numbers = [number for group in saved for number in group["params"]]
-    given = [name for group in saved for name in group.get("param_names", ())]  # if torch knew them
-    own = [ownership.name_before(name) for name in given]
-    return dict(zip(numbers, own if {*own} == {*names} else names, strict=True))
-
-
-def _cut_states(
-    entries: Mapping[str, Mapping[Any, Any]], ownership: ParamOwnership
-) -> set[tuple[str, Any]]:
-    """Return (name, state) of the values with one element per element of a managed parameter."""
-    by_key: dict[Any, dict[str, Any]] = {}
-    for name, entry in entries.items():
-        contents = ownership.held[ownership.by_name[name][0]]
-        if contents.is_owned:
-            what = "GatheredOptimizer cannot load a sharded state."
-            fix = (
-                "load its own state_dict(), or save with FULL_STATE_DICT or fsdp_compat.checkpoint"
-            )
-            _refuse_sharded({name: entry}, what, ownership.where, fix)
-        elif contents.group is not None and not ownership.is_stepped_elsewhere(name):
-            for key, value in entry.items():
-                if value is not None and not isinstance(value, RankState):
-                    by_key.setdefault(key, {})[name] = value
-    return {(name, key) for key in by_key for name in _cut_names(ownership, key, by_key[key])}
-
-
-def _cut_names(ownership: ParamOwnership, key: Any, values: Mapping[str, Any]) -> set[str]:
-    """Return the parameters whose state ``key`` has one element per element; of 0-d ones, whose
-    states look like counts, others or the name decide. Raises CheckpointError for a wrong one."""
-    shapes, whole = dict[str, tuple[int, ...]](), set[str]()
-    for name in values:
-        param, index = ownership.by_name[name]
-        group = ownership.held[param].group
-        assert group is not None
-        shapes[name] = store_of(group).shape(index)
-        whole |= {name} if is_whole(group) else set()
-    tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
-    fitting = [
-        is_sharded(t) or (t.dim() > 0 and t.numel() > 1 and t.shape == shapes[name])
-        for name, t in tensors.items()
-    ]
-    # A few values of a factored state may have the right shape by chance.
-    unchanged = whole if 2 * sum(fitting) <= len(fitting) else set()
-    is_per_element = any(is_sharded(t) or t.dim() > 0 for t in tensors.values()) or (
-        len(tensors) == len(values) and not any(shapes.values()) and not is_count(key, ())
-    )
-    cut = {name for name in values if is_per_element and name not in unchanged}
-    for name, value in values.items():
-        got = unfit(value, shapes[name], None) if name in cut else None
-        if name not in cut and name not in whole:
-            is_local = classify(value, ownership.by_name[name][0]) is RANK_LOCAL
-            got = f"a {type(value).__name__}" if is_local else None
-        if got is not None:
-            raise CheckpointError.of(
-                "An optimizer state does not fit its parameter, and cannot be cut like it.",
-                expected=f"a tensor of shape {shapes[name]}, or a number",
-                got=got,
-                where=f"state {key!r} of {name!r}",
-                fix="load the optimizer state that was saved with this model, in the layout that "
-                "it was saved with, or remove such states from the dict",
-            )
-    return cut
-
-
 def _sharded_in(state: object) -> Iterator[tuple[Any, Any, Any]]:
     """Yield (parameter, name of the state, value) of the sharded values in a dict's "state"."""
     for name, entry in state.items() if isinstance(state, Mapping) else ():
@@ -413,20 +338,20 @@ class _Loading:
         """Return what ``optimizer.load_state_dict`` takes. groups: of the model."""
         ownership, plan, named = self.ownership, self.plan, self.wanted.optimizer
         state: dict[nn.Parameter, dict[Any, Any]] = {}
+        cut, whole = plan.cut(ownership), plan.whole_names(ownership)
         for group in groups:
-            state.update(
-                (p, entry) for p, entry in self._of_group(group).items() if p in ownership.numbers
-            )
+            found = self._of_group(group, cut, {*whole}).items()
+            state.update((p, entry) for p, entry in found if p in ownership.numbers)
         owned = {name: parameter for parameter, name in ownership.owned}
-        for name in plan.whole_names(ownership):
-            entry = plan.states[SCALAR][name]
+        for name in whole:
+            entry = plan.entries[name]
             if self.sender is not None:
                 entry = self.sender.send_object(entry, f"the state of {name}")
             if name in owned:
                 state[owned[name]] = snapshot(dict(entry))
         for parameter, name in ownership.unmanaged:
-            if name in plan.states[SCALAR]:
-                state[parameter] = snapshot(dict(plan.states[SCALAR][name]))
+            if name in plan.entries:
+                state[parameter] = snapshot(dict(plan.entries[name]))
         vacant = {p for p in ownership.numbers if ownership.is_vacant(p)}
         keys: Mapping[nn.Parameter, Any] = ownership.numbers
         if named is None or not self.wanted.is_named:
@@ -441,52 +366,42 @@ class _Loading:
             result["param_groups"] = self._groups(plan.groups, keys)
         return result
 
-    def _of_group(self, group: Group) -> dict[nn.Parameter, dict[Any, Any]]:
+    def _of_group(
+        self, group: Group, cut: Cut, whole: Collection[str]
+    ) -> dict[nn.Parameter, dict[Any, Any]]:
         """Return the states of a group's sharded parameters, cut to their shapes."""
-        per_element, scalar, rank_local = (self.plan.states[kind] for kind in StateKind)
-        states = dict[nn.Parameter, dict[Any, Any]]()
-        cut: dict[Any, list[tuple[nn.Parameter, int, Any]]] = {}  # (parameter, index, value)
+        plan, states = self.plan, dict[nn.Parameter, dict[Any, Any]]()
+        fills: dict[Any, list[tuple[nn.Parameter, Fill]]] = {}  # by key, which is sent at once
         for param in self.ownership.in_group(group):
-            for index, name in self.ownership.held[param].names:
-                if name not in scalar or self.ownership.is_stepped_elsewhere(name):
-                    continue
-                entry = states.setdefault(param, {})
-                for key, value in scalar[name].items():
-                    entry[key] = snapshot(value) if entry.get(key) is None else entry[key]
-                for key, value in per_element[name].items():
-                    cut.setdefault(key, []).append((param, index, value))
-        for key, found in cut.items():
-            self._add_cut(states, group, key, found)
+            names = self.ownership.held[param].names
+            entries = {i: plan.entries[n] for i, n in names if n in plan.entries and n not in whole}
+            if not entries:
+                continue
+            entry, its_fills = fitted(self.ownership, param, entries, cut, _zeros)
+            filled = {fill.key for fill in its_fills}
+            states[param] = {
+                key: value if key in filled else snapshot(value) for key, value in entry.items()
+            }
+            for fill in its_fills:
+                if fill.value is not None:
+                    fills.setdefault(fill.key, []).append((param, fill))
+        for of_key in fills.values():
+            self._fill(group, of_key)
         for param, entry in states.items():
-            names = [n for n in self.ownership.names_in(param) if rank_local.get(n)]
-            of_all_ranks = [each for name in names for each in rank_local[name].values()]
-            if names and self.sender is not None:
-                of_all_ranks = self.sender.send_object(of_all_ranks, f"the state of {names[0]}")
+            own = [name for name in self.ownership.names_in(param) if name in plan.rank_local]
+            of_all_ranks = [each for name in own for each in plan.rank_local[name]]
+            if own and self.sender is not None:
+                of_all_ranks = self.sender.send_object(of_all_ranks, f"the state of {own[0]}")
             entry.update(restored(group, of_all_ranks))
         return states
 
-    def _add_cut(
-        self,
-        states: dict[nn.Parameter, dict[Any, Any]],
-        group: Group,
-        key: Any,
-        found: Sequence[tuple[nn.Parameter, int, Any]],
-    ) -> None:
-        """Add one per-element state; zeros for parameters that the dict has no such state for."""
-        store = store_of(group)
-        values = [value for _, _, value in found]
+    def _fill(self, group: Group, fills: Sequence[tuple[nn.Parameter, Fill]]) -> None:
+        """Bring one state of a group's parameters to its places."""
+        values = [fill.value for _, fill in fills]
         if self.sender is not None:
-            values = self.sender.send(values, f"the state {key!r} of {group.name}")
-        for (param, index, _), value in zip(found, values, strict=True):
-            entry = states[param]
-            if entry.get(key) is None:
-                entry[key] = torch.zeros_like(param.detach(), dtype=dtype_of(value))
-            own, run = entry[key], _own_elements(value, entry[key], group, index)
-            if _torch_private.is_dtensor(own):
-                own = _torch_private.local_part(own)
-            else:
-                own = own.view(-1)[store.part_in_sharded_param(index).slice]
-            own.copy_(run.reshape(own.shape))
+            values = self.sender.send(values, f"the state {fills[0][1].key!r} of {group.name}")
+        for (param, fill), value in zip(fills, values, strict=True):
+            fill.target.copy_(_own_elements(value, param, group, fill.index).reshape(-1))
 
     def _groups(
         self, saved: Sequence[Mapping[str, Any]], keys: Mapping[nn.Parameter, Any]
@@ -495,19 +410,22 @@ class _Loading:
         known = {name for group in saved for name in group["params"]}
         groups, ownership = [], self.ownership
         matches = settings_for(ownership, saved, ownership.where)
-        for group, (match, _) in zip(ownership.groups, matches, strict=True):
+        for group, (settings, _) in zip(ownership.groups, matches, strict=True):
             listed = [p for p in group["params"] if known & {*ownership.names_in(p)}]
             listed = listed if self.wanted.is_older_call else group["params"]
-            settings = {key: copied(value) for key, value in (match or {}).items()}
-            present = {key: value for key, value in group.items() if key not in settings}
-            groups.append({**present, **settings, "params": [keys[p] for p in listed]})
+            groups.append({**group, **(settings or {}), "params": [keys[p] for p in listed]})
         return groups
 
 
-def _own_elements(value: Any, own: Any, group: Group, index: int) -> torch.Tensor:
+def _zeros(param: nn.Parameter, key: Any, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros_like(param.detach(), dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def _own_elements(value: Any, param: Any, group: Group, index: int) -> torch.Tensor:
     """Return this rank's elements of a state. Collective if it is sharded differently."""
-    store, are_dtensors = store_of(group), all(map(_torch_private.is_dtensor, (value, own)))
-    if are_dtensors and (value.device_mesh, value.placements) == (own.device_mesh, own.placements):
+    store, are_dtensors = store_of(group), all(map(_torch_private.is_dtensor, (value, param)))
+    placed = [(each.device_mesh, each.placements) for each in (value, param) if are_dtensors]
+    if placed and placed[0] == placed[1]:
         return _torch_private.local_part(value)
     if type(value) is torch.Tensor and tuple(value.shape) == store.shape(index):
         parallel = store.parallel[index]

@@ -19,7 +19,7 @@ from .._comm.transport import Transport
 from .._engine.group import Group
 from .._engine.state_store import store_of
 from ..errors import CheckpointError
-from .optim_contents import Kinds, ParamContents, ParamOwnership, StateKind, snapshot
+from .optim_contents import HeldStates, ParamContents, ParamOwnership, StateKind, snapshot
 from .rank0 import packed_bytes, unpacked
 
 
@@ -86,15 +86,15 @@ def warn_of_layout(names: Sequence[str], optimizer: torch.optim.Optimizer, stack
         )
 
 
-def rank_local_names(ownership: ParamOwnership, kinds: Kinds) -> list[str]:
+def rank_local_names(held: HeldStates) -> list[str]:
     """Return ``"name.state"`` for each state that needs an equal layout. Sends nothing."""
     return [
         f"{name}.{key}"
-        for param, of_param in kinds.items()
-        if ownership.held[param].group is not None
+        for param, of_param in held.kinds.items()
+        if held.ownership.held[param].group is not None
         for key, kind in of_param.items()
         if kind is StateKind.RANK_LOCAL
-        for name in ownership.names_in(param)
+        for name in held.ownership.names_in(param)
     ]
 
 
@@ -161,9 +161,9 @@ def gather_objects(
             yield rank, own if rank == axis.rank else unpacked(received[rank], device)
 
 
-def check_layout(ownership: ParamOwnership, states: Mapping[str, Mapping[Any, Any]]) -> None:
+def check_layout(ownership: ParamOwnership, states: Mapping[str, Sequence[RankState]]) -> None:
     """Raise CheckpointError unless the ranks of ``states`` have the parts they had when saved."""
-    for name, state in ((name, state) for name, its in states.items() for state in its.values()):
+    for name, state in ((name, state) for name, its in states.items() for state in its):
         contents = ownership.held[ownership.by_name[name][0]]
         runs = [(ownership.name_before(run), start, stop) for run, start, stop in state.part.runs]
         saved = dataclasses.replace(state.part, runs=tuple(runs))

@@ -29,11 +29,11 @@ from .. import _torch_private
 from .._comm.backend import gather_in_group
 from .._comm.host_memory import of_its_own_size
 from .._engine.group import Group
-from .._engine.state_store import store_of
+from .._engine.state_store import StateStore, store_of
 from .._engine.tensor_parallel import TensorParallel
-from .._layout.box import Box, cut_into_boxes
+from .._layout.box import Box, Piece, Share
 from .._layout.rows import CopiedLayout
-from .._layout.spec import FlatLayout, Interval, ParamSpec, Section, same_parts
+from .._layout.spec import FlatLayout, ParamSpec, Section
 from ..errors import CheckpointError
 from .units import clean_name
 
@@ -60,18 +60,24 @@ _COPIES = {torch.clone, torch.detach} | {
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where the part of a parameter that a unit shards lies in the whole, a tensor-parallel one."""
+    """Where the part of a parameter that a unit shards lies in the whole, in pickled values."""
 
     whole_shape: tuple[int, ...]
     origin: tuple[int, ...]  # offsets of the first element
 
 
-def place_of(shape: tuple[int, ...], parallel: TensorParallel | None) -> Place:
-    """Return the placement of a parameter of which a unit shards ``shape``."""
-    if parallel is None:
-        return Place(shape, (0,) * len(shape))
-    mesh, placements = parallel.mesh, parallel.placements
-    return Place(parallel.shape, _torch_private.offsets_on_mesh(parallel.shape, mesh, placements))
+def piece_of(store: StateStore, index: int) -> Piece:
+    """Return what a layout holds of a parameter: all of it, or this process's part of a DTensor;
+    where fully_shard cuts another dim than the first, this rank's part."""
+    section, parallel = store.section_of(index), store.parallel[index]
+    shape = section.layout.params[index - section.first_param].shape
+    whole_shape, offsets = store.local_shape(index), (0,) * len(shape)
+    if parallel is not None:
+        whole_shape, mesh, placements = parallel.shape, parallel.mesh, parallel.placements
+        offsets = _torch_private.offsets_on_mesh(whole_shape, mesh, placements)
+    if section.offsets is not None:
+        offsets = tuple(map(operator.add, offsets, section.offsets))
+    return Piece(whole_shape, offsets, shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,14 +103,10 @@ class FlatOfParameters(FlatLayout):
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut:
-    """How parameter ``index`` of ``layout`` is spread over ranks. Copies share it."""
+class Cut(Share):
+    """This rank's share of a parameter, and the ranks that have the others. Copies share it."""
 
-    layout: FlatLayout
-    index: int
-    rank: int  # in the layout: whose part is meant
     members: tuple[int, ...]  # the global rank of each rank
-    place: Place  # of what the layout knows as the parameter
     parallel: TensorParallel | None = None  # how the parameter lies on a mesh of its own
     group: Any = None  # the process group of the ranks
 
@@ -112,34 +114,11 @@ class Cut:
         return self  # process groups cannot be copied
 
     @functools.cached_property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of what the ranks hold together: of a tensor-parallel parameter, a part."""
-        return self.layout.params[self.index].shape
-
-    @functools.cached_property
-    def part(self) -> Interval:
-        """The elements that the rank holds."""
-        return self.layout.part(self.index, self.rank)
-
-    @property
-    def is_of_whole(self) -> bool:
-        """False if the ranks together hold a part of a tensor-parallel parameter."""
-        return self.shape == self.place.whole_shape
-
-    def boxes(self, rank: int) -> list[Box]:
-        """Return the part of ``rank`` as boxes of the whole parameter."""
-        found = cut_into_boxes(self.shape, self.layout.part(self.index, rank))
-        return [
-            Box(tuple(map(operator.add, box.offsets, self.place.origin)), box.sizes)
-            for box in found
-        ]
-
-    @functools.cached_property
     def own_boxes(self) -> list[Box]:
         """The boxes of the rank; one empty box if it has no part."""
         # Of a 0-d tensor the empty box is 1-D, so that no value can be read from it.
-        sizes = (0, *self.place.whole_shape[1:])
-        return self.boxes(self.rank) or [Box((0,) * len(sizes), sizes)]
+        sizes = (0, *self.whole_shape[1:])
+        return self.boxes_on(self.rank) or [Box((0,) * len(sizes), sizes)]
 
     def is_as(self, other: Cut) -> bool:
         """True if every rank holds the same elements of the parameter. Alike on all ranks."""
@@ -148,25 +127,24 @@ class Cut:
             (self.layout.ranks, self.members) == (other.layout.ranks, other.members)
             # of a scalar: either the first rank holds it, or every rank does
             and self.layout.part(self.index, last) == other.layout.part(other.index, last)
-            and (self.shape, self.place) == (other.shape, other.place)
-            and same_parts(self.layout, self.index, other.layout, other.index)
+            and self.is_alike(other)
         )
 
 
 def cut_of(group: Group, index: int, process_group: Any = None) -> Cut:
     """Return how a parameter of a unit is cut. process_group: for values to be saved."""
     store, members = store_of(group), group.shard.members
-    parallel, (layout, number) = store.parallel[index], store.cut(index)
-    place = place_of(layout.params[number].shape, parallel)
-    return Cut(layout, number, store.rank, members, place, parallel, process_group)
+    layout, number = store.cut(index)
+    piece, parallel = piece_of(store, index), store.parallel[index]
+    return Cut(piece, layout, number, store.rank, members, parallel, process_group)
 
 
 def flat_cut(group: Group, section: Section, process_group: Any = None) -> Cut:
     """Return how the flat tensor of a section is cut."""
     flat = FlatOfParameters.of(section.layout)
-    place = place_of(flat.params[0].shape, None)
+    piece = Piece.of_whole(flat.params[0].shape)
     rank, members = store_of(group).rank, group.shard.members
-    return Cut(flat, 0, rank, members, place, group=process_group)
+    return Cut(piece, flat, 0, rank, members, group=process_group)
 
 
 def _of_each_shard(name: str) -> Any:
@@ -198,7 +176,7 @@ class BoxedTensor(ShardedTensor):
     @staticmethod
     def of(cut: Cut, run: torch.Tensor) -> BoxedTensor:
         """run: 1-D, the elements of the part."""
-        self = _empty(cut.place.whole_shape, run.dtype, run.device)
+        self = _empty(cut.whole_shape, run.dtype, run.device)
         self.cut, boxes = cut, cut.own_boxes
         runs = zip(boxes, run.split([box.numel for box in boxes]), strict=True)
         self._local_shards = self._make_shards([each.view(box.sizes) for box, each in runs])
@@ -207,7 +185,7 @@ class BoxedTensor(ShardedTensor):
     @property
     def whole_shape(self) -> tuple[int, ...]:
         """The shape; `.shape` of a ShardedTensor is answered out of its metadata."""
-        return self.cut.place.whole_shape
+        return self.cut.whole_shape
 
     @property
     def _process_group(self) -> Any:
@@ -232,7 +210,7 @@ class BoxedTensor(ShardedTensor):
         described = [
             self._described(box, rank, self.device)
             for rank in range(len(self.cut.members))
-            for box in self.cut.boxes(rank)
+            for box in self.cut.boxes_on(rank)
         ]
         properties = TensorProperties(dtype=self.dtype)
         return ShardedTensorMetadata(described, torch.Size(self.whole_shape), properties)
@@ -342,12 +320,12 @@ class BoxedTensor(ShardedTensor):
         group, parallel = group or self._process_group, self.cut.parallel
         ranks, members = dist.get_process_group_ranks(group), self.cut.members
         own, rank = members[self.cut.rank], dist.get_rank()
-        is_complete = self.cut.is_of_whole or parallel is not None
+        is_complete = self.cut.piece.is_whole or parallel is not None
         if not {*members} <= {*ranks} or (rank in members and rank != own) or not is_complete:
             raise CheckpointError.of(
                 "The shards of a value cannot be gathered.",
                 expected=f"a whole parameter, and its own shards on each of global ranks {members}",
-                got=f"the shards of rank {own}, of shape {self.cut.shape}, in a group of {ranks}",
+                got=f"the shards of rank {own}, of {self.cut.piece}, in a group of {ranks}",
                 where=f"a sharded tensor of shape {self.whole_shape}, global rank {rank}",
                 fix="load the file that this rank saved, or use fsdp_compat.checkpoint",
             )
@@ -386,7 +364,8 @@ class BoxedTensor(ShardedTensor):
         run, cut = self.elements(), self.cut
         is_alone = run.untyped_storage().nbytes() == run.nbytes and not self.is_view
         run = run if self._is_flat or is_alone else run.clone()
-        return _rebuilt, (cut.layout, cut.index, cut.rank, run, cut.members, cut.place)
+        place = Place(cut.whole_shape, cut.piece.offsets)
+        return _rebuilt, (cut.layout, cut.index, cut.rank, run, cut.members, place)
 
     @property
     def _is_flat(self) -> bool:
@@ -428,7 +407,11 @@ def gathered(value: ShardedTensor, group: dist.ProcessGroup | None = None) -> to
     size, origin = tuple(metadata.size), (0,) * len(metadata.size)
     own_shards = [shard.tensor for shard in value.local_shards()]
     if isinstance(value, BoxedTensor):
-        size, origin, own_shards = value.cut.shape, value.cut.place.origin, [value.elements()]
+        size, origin, own_shards = (
+            value.cut.piece.shape,
+            value.cut.piece.offsets,
+            [value.elements()],
+        )
     by_rank: Mapping[int, list[ShardMetadata]] = {
         rank: [] for rank in dist.get_process_group_ranks(group)
     }
@@ -475,9 +458,11 @@ def _rebuilt(
     members: tuple[int, ...],
     place: Place | None = None,
 ) -> BoxedTensor:
-    place = place or place_of(layout.params[index].shape, None)
+    shape = layout.params[index].shape
+    place = place or Place(shape, (0,) * len(shape))
+    piece = Piece(place.whole_shape, place.origin, shape)
     group = dist.group.WORLD if dist.is_initialized() else None
-    return BoxedTensor.of(Cut(layout, index, rank, members, place, group=group), run)
+    return BoxedTensor.of(Cut(piece, layout, index, rank, members, group=group), run)
 
 
 for _named in (FlatOfParameters, Place, _rebuilt):
@@ -493,8 +478,8 @@ def sharded_value(cut: Cut, run: torch.Tensor, is_view: bool = False) -> torch.T
     """Return the value of a parameter for a sharded state dict, a view of this rank's elements
     ``run``: boxes, or a plain tensor if one rank has all or there are no elements. is_view: as of
     ``BoxedTensor``."""
-    shape = cut.place.whole_shape
-    if not math.prod(shape) or (cut.layout.ranks == 1 and cut.is_of_whole):
+    shape = cut.whole_shape
+    if not math.prod(shape) or (cut.layout.ranks == 1 and cut.piece.is_whole):
         return run.view(shape)
     value = BoxedTensor.of(cut, run)
     value.is_view = is_view

@@ -19,12 +19,13 @@ from ..errors import CheckpointError
 from ._arguments import require_arguments
 from ._manifest import MANIFEST, Manifest, read_manifest
 from ._publishing import remove
-from ._ranks import ranks_of
+from ._ranks import Ranks, ranks_of
 from ._texts import found_in
 
 STEP = "step-(?:[0-9]{8}|[1-9][0-9]{8,})"  # names of checkpoints, as ``directory_of`` has them
 
 Saved = tuple[int, str]  # step and identity of a complete checkpoint
+Offer = tuple[Saved | None, list[int]]  # see ``Run.offer``
 
 
 def directory_of(folder: Path, step: int) -> Path:
@@ -69,35 +70,71 @@ def latest(folder: str | os.PathLike[str], model: nn.Module | None = None) -> Pa
     that all of them have, of the same save; a warning names the higher ones.
 
     Collective: all ranks of the model, if it is passed."""
-    complete = complete_in(folder)
-    if model is None:
-        newest = next(complete, None)
-        return None if newest is None else newest[0]
     call = "checkpoint.latest"
+    if model is None:
+        require_arguments(call, False, folder=folder)
+        newest, _ = Run(Path(folder)).offer()
+        return None if newest is None else directory_of(Path(folder), newest[0])
     _, ranks = ranks_of(model, call)
     with ranks.taking_part():
         with ranks.agreeing("The folder could not be read.", folder, "") as agreement:
-            agreement.own = [(manifest.step, manifest.identity) for _, manifest in complete]
-        return newest_common(Path(folder), agreement.by_rank)
+            require_arguments(call, False, folder=folder)
+            run = Run(Path(folder))
+            agreement.own = run.offer()
+        return newest_common(run, ranks, agreement.by_rank)[0]
 
 
-def newest_common(folder: Path, by_rank: Sequence[Sequence[Saved]]) -> Path | None:
-    """Return the newest checkpoint that all ranks have, warning of newer ones, or None."""
-    found = [{(step, identity) for step, identity in saved} for saved in by_rank]
-    common = set.intersection(*found)
-    for step in sorted({step for step, _ in set.union(*found)}) if common else ():
-        if step > max(common)[0]:
-            _warn_of_skipped(directory_of(folder, step), "not all ranks have it, of the same save")
-    return directory_of(folder, max(common)[0]) if common else None
+class Run:
+    """The complete checkpoints in a run's folder, as one rank sees them. Manifests may be large:
+    they are read from the highest step down, only as far as ranks need to find one in common."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._complete = _complete_in(folder)
+        self._read: list[Saved] = []
+
+    def offer(self, most: int | None = None) -> Offer:
+        """Return the newest complete checkpoint up to step ``most``, or None, and the steps that
+        seem to be complete: damaged manifests may be among those not read yet."""
+        while not self._read or (most is not None and self._read[-1][0] > most):
+            if (manifest := next(self._complete, None)) is None:
+                return None, sorted(step for step, _ in self._read)
+            self._read.append((manifest.step, manifest.identity))
+        newest, steps = self._read[-1], [step for step, _ in self._read]
+        for step, path in steps_in(self.folder).items():
+            with contextlib.suppress(OSError):
+                steps += [step] if step < newest[0] and (path / MANIFEST).is_file() else []
+        return newest, sorted(steps)
 
 
-def complete_in(folder: str | os.PathLike[str]) -> Iterator[tuple[Path, Manifest]]:
-    """Yield the complete checkpoints in a folder, the highest step first. Warns of damaged ones."""
-    require_arguments("checkpoint.latest", False, folder=folder)
-    for step, path in sorted(steps_in(Path(folder)).items(), reverse=True):
+def newest_common(
+    run: Run, ranks: Ranks, offers: Sequence[Offer]
+) -> tuple[Path | None, list[list[int]]]:
+    """Return the newest checkpoint that all ranks have, or None; and the steps that each rank has.
+    Warns of newer ones. offers: of all ranks. Collective if their newest ones differ."""
+    while True:
+        newest = [saved for saved, _ in offers if saved is not None]
+        if len(newest) < len(offers):
+            return None, [steps for _, steps in offers]
+        step = min(newest)[0]
+        if all(saved == newest[0] for saved in newest):
+            for skipped in sorted({n for _, steps in offers for n in steps if n > step}):
+                why = "not all ranks have it, of the same save"
+                _warn_of_skipped(directory_of(run.folder, skipped), why)
+            return directory_of(run.folder, step), []
+        is_one_step = max(newest)[0] == step  # of different saves
+        with ranks.agreeing("The folder could not be read.", run.folder, "") as agreement:
+            agreement.own = run.offer(step - is_one_step)
+        offers = agreement.by_rank
+
+
+def _complete_in(folder: Path) -> Iterator[Manifest]:
+    """Yield the manifests of the complete checkpoints in a folder, the highest step first. Warns of
+    damaged ones."""
+    for step, path in sorted(steps_in(folder).items(), reverse=True):
         found = _manifest_in(path, step)
         if isinstance(found, Manifest):
-            yield path, found
+            yield found
         elif found:
             _warn_of_skipped(path, found)
 

@@ -3,11 +3,11 @@ large to hold twice."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
-import dataclasses
 import functools
-from collections.abc import Callable, Iterator
-from typing import Literal
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from .._state.model_state import gathered_unit
 from .._state.own_ways import exact_buffers_of
 from .._state.units import (
     Wanted,
+    below,
     clean_name,
     model_unit_of,
     model_units_in,
@@ -75,18 +76,21 @@ def _full_state(
     require_idle(model, _WHERE)
     rendezvous.require_all_ranks(_WHERE, (group for each in units for group in each.unit.groups))
     position = {name: number for number, name in enumerate(names_in_order(model, ""))}
-    for owned in _by_owner(model):
+    owners, prefixes = owners_in(model), dict[nn.Module, list[str]]()
+    for path, child in model.named_modules(remove_duplicate=False):
+        if owners[path] is child:
+            prefixes.setdefault(child, []).append(below("", clean_name(path)))
+    others = _others(model, owners, wanted)
+    for owner in prefixes:
         found: list[tuple[list[str], Callable[[], torch.Tensor]]] = [
-            (names, functools.partial(tensor.detach().to, device or tensor.device, copy=True))
-            for names, tensor in owned.others_wanted(wanted)
+            (names, functools.partial(tensor.to, device or tensor.device, copy=True))
+            for names, tensor in others[owner].values()
         ]
-        own = model_unit_of(owned.owner)
+        own = model_unit_of(owner)
         if own is not None:
             own.runtime.require_idle(_WHERE)
             own.runtime.reshard_all([own.unit])
-            found += gathered_unit(
-                own.unit, [f"{path}." if path else "" for path in owned.paths], wanted, device
-            )
+            found += gathered_unit(own.unit, prefixes[owner], wanted, device)
         found.sort(key=lambda entry: position.get(entry[0][0], len(position)), reverse=True)
         while found:  # drop each tensor once it has been yielded
             names, make = found.pop()
@@ -99,36 +103,17 @@ def _full_state(
             del value
 
 
-@dataclasses.dataclass
-class _Owned:
-    """The modules of one unit without those of inner units, or the modules outside of all units."""
-
-    owner: nn.Module
-    paths: list[str]  # clean names of the owner
-    others: dict[str, torch.Tensor]  # unmanaged tensors and buffers, by clean name
-
-    def others_wanted(self, wanted: Wanted) -> list[tuple[list[str], torch.Tensor]]:
-        """Return (wanted names, tensor) of each tensor with a wanted name."""
-        found: dict[int, tuple[list[str], torch.Tensor]] = {}
-        for name, tensor in self.others.items():
-            if wanted(name, isinstance(tensor, nn.Parameter) and tensor.requires_grad):
-                found.setdefault(id(tensor), ([], tensor))[0].append(name)
-        return list(found.values())
-
-
-def _by_owner(model: nn.Module) -> list[_Owned]:
-    """Assign the modules of ``model`` to the units that they belong to, outer units first."""
-    found: dict[nn.Module, _Owned] = {}
-    for path, child in model.named_modules(remove_duplicate=False):
-        if not path or model_unit_of(child) is not None:
-            found.setdefault(child, _Owned(child, [], {})).paths.append(clean_name(path))
-    owners, buffers = owners_in(model), dict[int, torch.Tensor]()
+def _others(
+    model: nn.Module, owners: Mapping[str, nn.Module], wanted: Wanted
+) -> Mapping[nn.Module, dict[int, tuple[list[str], torch.Tensor]]]:
+    """Return (wanted names, tensor) of what no unit shards, by the owner of its module."""
+    found = collections.defaultdict[nn.Module, Any](dict)
     with contextlib.ExitStack() as stack:
         for own in model_units_in(model):
             stack.enter_context(exact_buffers_of(own.unit))
         for slot in unmanaged_in(model):
-            if (value := slot.value) is not None:
-                if not isinstance(value, nn.Parameter):
-                    value = buffers.setdefault(id(value), value.detach())
-                found[owners[slot.key.rpartition(".")[0]]].others[slot.name] = value
-    return list(found.values())
+            value, trains = slot.value, isinstance(slot.value, nn.Parameter)
+            if value is not None and wanted(slot.name, trains and value.requires_grad):
+                its = found[owners[slot.key.rpartition(".")[0]]]
+                its.setdefault(id(value), ([], value.detach()))[0].append(slot.name)
+    return found

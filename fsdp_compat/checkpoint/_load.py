@@ -23,16 +23,15 @@ import torch
 from torch import nn
 
 from .. import errors
-from .._state.model_loading import absent_buffers, load_unmanaged, others_in
-from .._state.model_state import unmanaged_state
+from .._state.model_loading import absent_buffers, load_unmanaged, may_be_missing, others_in
 from .._state.optimizer_checks import cut_state
-from .._state.units import names_before, units_of
 from .._text import joined
 from ..errors import CheckpointError, FsdpCompatError
 from ._arguments import Rename, require_arguments
+from ._directory import Run
 from ._load_optimizer import OptimizerLoadPlan
-from ._named_groups import HeldPart, managed_parts, named_groups, unmanaged_tensors
-from ._newest import newest_of_all, saved_in
+from ._named_groups import HeldPart, HeldState, held_state
+from ._newest import newest_of_all, offer_of
 from ._optimizers import SharedOptimizer
 from ._ranks import Ranks, ranks_of, require_rest
 from ._snapshot import warn_of_left_out
@@ -231,9 +230,10 @@ def _load(
                 call, progress, **place, optimizer=optimizer, rename=rename, dtype=dtype
             )
             errors.require_bools(call, strict=strict)
-            agreement.own = saved_in(Path(path), not is_required)
+            run = Run(Path(path))
+            agreement.own = offer_of(run, not is_required)
         if None not in agreement.by_rank:
-            path = newest_of_all(Path(path), agreement.by_rank)
+            path = newest_of_all(run, ranks, agreement.by_rank)
             if path is None:
                 return None
         with ranks.agreeing(unreadable, path, "nothing was loaded") as agreement:
@@ -241,8 +241,9 @@ def _load(
             if optimizer is not None:
                 cut_state(optimizer)
             shared = SharedOptimizer(model, optimizer, ranks)
-            source = open_source(Path(path), lambda: _shapes_of(model), rename, ignore_class, call)
-            plan = _LoadPlan(source, model, optimizer, ranks, strict, dtype)
+            held = held_state(model)
+            source = open_source(Path(path), lambda: _shapes_of(held), rename, ignore_class, call)
+            plan = _LoadPlan(source, model, held, optimizer, ranks, strict, dtype)
             arguments = hashlib.sha256(repr((sorted(source.names), dtype)).encode()).hexdigest()
             agreement.own = (f"{source.archive.kind} {arguments}", shared.facts(), source.copy())
         kinds, optimizers, copies = zip(*agreement.by_rank, strict=True)
@@ -280,13 +281,10 @@ def _load(
                 ) from error
 
 
-def _shapes_of(model: nn.Module) -> Shapes:
+def _shapes_of(held: HeldState) -> Shapes:
     """Return the shapes of the model before wrapping, for formats that do not hold them."""
-    order = {name: position for position, name in enumerate(names_before(model))}
-    parts = [*managed_parts(named_groups(units_of(model))), *unmanaged_tensors(model, False)]
-    parts.sort(key=lambda held: order.get(held.names[0], len(order)))
-    ties = {other: held.names[0] for held in parts for other in held.names[1:]}
-    return Shapes({held.names[0]: held.shape for held in parts}, ties)
+    ties = {other: each.names[0] for each in held.parts for other in each.names[1:]}
+    return Shapes({each.names[0]: each.shape for each in held.parts}, ties)
 
 
 # -- what is read, and what changes
@@ -300,6 +298,7 @@ class _LoadPlan:
         self,
         source: Source,
         model: nn.Module,
+        held: HeldState,
         optimizer: torch.optim.Optimizer | None,
         ranks: Ranks,
         strict: bool,
@@ -307,25 +306,26 @@ class _LoadPlan:
     ) -> None:
         """Raises CheckpointError. through: round floating-point values to this dtype."""
         self.source, self.report = source, LoadReport(source.path)
-        self._model, self._through = model, through
+        self._model, self._strict, self._through = model, strict, through
         self._others: dict[str, Any] = {}  # what is taken of buffers and unmanaged parameters
-        groups = named_groups(units_of(model))
-        parts = list(managed_parts(groups))
-        taken = [held for held in parts if self._takes(held)]
-        for held in taken:
-            source.plan(source.value(self._name(held.names)), held.boxes(), through)
-        others = unmanaged_state(model)
-        others.update((n, None) for n in absent_buffers(model) if n in source.names)
-        self._plan_others(others, strict)
-        known = {*others, *(name for held in parts for name in held.names)}
+        fixed = {name for name, value in others_in(model).items() if value is not None}
+        parts = [each for each in held.parts if each.place or not fixed.isdisjoint(each.names)]
+        taken = [each for each in parts if self._takes(each)]
+        for each in taken:
+            self._plan_part(each)
+        # What modules load in their own way keeps the shape that it was saved in.
+        free = {name: value for name, value in held.unmanaged.items() if name not in fixed}
+        free.update((n, None) for n in absent_buffers(model) if n in source.names)
+        self._plan_free(free)
+        known = {*held.unmanaged, *free, *(name for each in parts for name in each.names)}
         self.report.unexpected += [name for name in source.names if name not in known]
         strange = source.strange_states() if optimizer is not None else []
         self.report.unexpected += [f"{n} (optimizer state)" for n in strange if n not in known]
-        self._require_fit(strict, bool(taken or self._others))
+        self._require_fit(bool(taken or self._others))
         left = {*self.report.missing, *self.report.mismatched}
         self._of_optimizer: OptimizerLoadPlan | None = None
         if optimizer is not None:
-            plan = OptimizerLoadPlan(source, model, optimizer, groups, taken, left, strict)
+            plan = OptimizerLoadPlan(source, model, optimizer, held.groups, taken, left, strict)
             self._of_optimizer = plan
             self.report.settings_kept = plan.settings_kept
             self.report.state_kept = [] if strict else plan.state_kept
@@ -343,43 +343,47 @@ class _LoadPlan:
             )
         return self.report
 
-    def _name(self, names: tuple[str, ...]) -> str:
-        """Return the name under which the checkpoint has a tensor, or the first of its names."""
-        return next((name for name in names if name in self.source.names), names[0])
+    def _stored(self, held: HeldPart) -> dict[str, Any]:
+        """Return what the checkpoint has under the names of a tensor, tied values once."""
+        found: dict[str, Any] = {}
+        for name in [name for name in held.names if name in self.source.names]:
+            value = self.source.value(name)
+            if all(value is not other for other in found.values()):
+                found[name] = value
+        return found
 
     def _takes(self, held: HeldPart) -> bool:
         """Return whether the checkpoint has a tensor that fits; report it if not."""
-        name = self._name(held.names)
-        if name not in self.source.names:
+        stored = self._stored(held)
+        if not stored and not (self._strict and may_be_missing(held.names[0])):
             self.report.missing.append(held.names[0])
-            return False
-        if how := _mismatch(self.source.value(name), held):
-            self.report.mismatched[name] = how
-        return not how
+        wrong = {name: how for name, value in stored.items() if (how := _mismatch(value, held))}
+        self.report.mismatched.update(wrong)
+        return bool(stored) and not wrong
 
-    def _plan_others(self, others: dict[str, Any], strict: bool) -> None:
-        """Plan buffers, unmanaged parameters (saved under any of their names) and extra state. What
-        modules load in their own way keeps the shape that it was saved in."""
-        kind = self.source.archive.kind
-        fixed = {name for name, value in others_in(self._model).items() if value is not None}
-        for held in unmanaged_tensors(self._model, is_written_here=False):
-            if not fixed.isdisjoint(held.names) and self._takes(held):
-                # The state dict may hold a copy in another dtype than the module computes with.
-                target = torch.empty_like(held.values, device="cpu").view(held.shape)
-                stored = self.source.value(self._name(held.names))
-                self.source.plan(stored, held.boxes(target.view(-1)), self._through)
-                self._others.update(dict.fromkeys(held.names, target))
-        for name, value in others.items():
-            cannot_be_there = not isinstance(value, torch.Tensor) and "safetensors" in kind
-            if name in fixed:
-                continue
+    def _plan_part(self, held: HeldPart) -> None:
+        """Read a part into its place; of an unmanaged tensor, into new memory. Of tied tensors that
+        differ in the checkpoint, the last one is taken, as ``load_state_dict`` does."""
+        target = held.values
+        if held.place is None:
+            # The state dict may hold a copy in another dtype than the module computes with.
+            target = torch.empty_like(held.values, device="cpu")
+            self._others.update(dict.fromkeys(held.names, target.view(held.shape)))
+        *_, stored = self._stored(held).values()
+        self.source.plan(stored, held.boxes(target), self._through)
+
+    def _plan_free(self, free: dict[str, Any]) -> None:
+        """Plan extra state, and tensors of any shape."""
+        is_of_tensors = "safetensors" in self.source.archive.kind
+        for name, value in free.items():
             if name in self.source.names:
                 self._others[name] = self.source.planned(self.source.value(name))
-            elif not (strict and cannot_be_there):
+            elif isinstance(value, torch.Tensor) or not (self._strict and is_of_tensors):
                 self.report.missing.append(name)
 
-    def _require_fit(self, strict: bool, takes_any: bool) -> None:
-        """Raise CheckpointError unless the checkpoint fits; not ``strict``: in part."""
+    def _require_fit(self, takes_any: bool) -> None:
+        """Raise CheckpointError unless the checkpoint fits; not strict: in part."""
+        strict = self._strict
         if not self.report.is_complete and (strict or not takes_any):
             what = "The checkpoint does not fit" if strict else "Nothing in the checkpoint fits"
             more = ", or strict=False to load what fits" if strict else ""

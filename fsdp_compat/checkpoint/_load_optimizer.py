@@ -3,25 +3,28 @@ groups."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from .. import _torch_private
-from .._engine.state_store import store_of
-from .._layout.spec import Interval
 from .._state.optim_contents import (
     CompositeOptimizer,
     NumberedState,
     ParamOwnership,
     inner_optimizers,
     is_count,
-    like,
-    numbered_names,
     ownership_of,
+)
+from .._state.optim_fit import (
+    ONLY_NEW,
+    Fill,
+    fitted,
+    names_of_numbers,
+    not_loaded,
+    per_element,
     settings_for,
 )
 from .._state.units import names_before, units_of
@@ -30,7 +33,7 @@ from ..errors import CheckpointError
 from ._named_groups import HeldPart, NamedGroup, of_whole
 from ._optimizers import classes_of
 from ._source import Source
-from ._tools.archive import StoredTensor, is_per_element
+from ._tools.archive import StoredTensor
 
 
 class OptimizerLoadPlan:
@@ -58,7 +61,9 @@ class OptimizerLoadPlan:
         self._kept: set[torch.Tensor] = set()  # parameters whose state is left as it is
         self._left = left
         if source.archive.is_by_number:
-            source.number_optimizer(numbered_names(owned, names_before(model)))
+            numbered = source.archive.param_groups or ()
+            names = names_of_numbers(numbered, owned, names_before(model), str(source.path))
+            source.number_optimizer([[names[n] for n in group["params"]] for group in numbered])
         self._users: dict[str, Any] = {}  # states that belong to no parameter
         saved = source.param_groups()
         kept = _why_kept(saved, source.archive.optimizer_classes, optimizer)
@@ -76,9 +81,13 @@ class OptimizerLoadPlan:
             why = f"the checkpoint holds {kept}"
             self.settings_kept.update(dict.fromkeys(range(len(optimizer.param_groups)), why))
         else:
-            source.archive.left_out += _not_loaded(owned, saved or [], source.with_state(), left)
+            source.archive.left_out += [
+                f"the state of {name}, {which}"
+                for name, which in not_loaded(owned, saved or [], source.with_state())
+                if not (which is ONLY_NEW and name in left)
+            ]
             self._plan_settings(owned, saved or [], strict)
-            self._plan_states(groups, taken, left)
+            self._plan_states(owned, taken)
             self._users = source.user_states()
 
     @property
@@ -126,84 +135,68 @@ class OptimizerLoadPlan:
         """Take the settings that parameters were saved with. Raises as ``settings_for`` does."""
         where = str(self._source.path)
         for number, (match, differences) in enumerate(settings_for(owned, saved, where, strict)):
-            group = self._optimizer.param_groups[number]
             if differences:
                 self.settings_kept[number] = differences
             elif match is not None:
-                self._settings[number] = {
-                    key: like(copy.deepcopy(value), group.get(key)) for key, value in match.items()
-                }
-            elif group["params"]:
+                self._settings[number] = match
+            elif self._optimizer.param_groups[number]["params"]:
                 self.settings_kept[number] = "none of its parameters was saved with settings"
 
-    def _plan_states(
-        self, groups: Sequence[NamedGroup], taken: Sequence[HeldPart], left: set[str]
-    ) -> None:
-        """left: names of parameters that are not taken."""
-        own = dict.fromkeys(self._params)
+    def _plan_states(self, owned: ParamOwnership, taken: Sequence[HeldPart]) -> None:
         by_place = {(id(held.place[0].group), held.place[1]): held for held in taken if held.place}
-        managed: set[torch.Tensor] = set()
-        for named in groups:
-            for param, indices in named.sharded_params:
-                managed.add(param)
-                if param not in own:
-                    continue
-                places = [(id(named.group), index) for index in indices]
-                inside = [by_place[place] for place in places if place in by_place]
-                if indices and not inside:
-                    self._kept.add(param)
-                # A DTensor has gradients, and so states, on every rank.
-                elif store_of(named.group).has_part(indices) or _torch_private.is_dtensor(param):
-                    state = self._state_of(param, inside)
-                    if len(inside) < len(indices):  # the rest of a FlatParameter keeps its own
-                        state = {**(self._optimizer.state.get(param) or {}), **state}
-                    if state:
-                        self._state[param] = state
-        for other in [each for each in own if each not in managed and self._names[each]]:
-            names = self._names[other][0]
-            held = of_whole(names, other.detach())
-            if names[0] in left:
-                self._kept.add(other)
-            elif state := self._state_of(other, [held]):
-                self._state[other] = state
+        parts: dict[nn.Parameter, dict[int, HeldPart]] = {}  # of each, by index in its group
+        for param in owned.numbers:
+            contents = owned.held[param]
+            if contents.group is None:
+                found = {i: of_whole(its, param.detach()) for i, its in contents.all_names.items()}
+                inside = {i: held for i, held in found.items() if held.names[0] not in self._left}
+            else:
+                places = {index: (id(contents.group), index) for index in contents.all_names}
+                inside = {index: by_place[at] for index, at in places.items() if at in by_place}
+            if contents.all_names and not inside:
+                self._kept.add(param)
+            elif not owned.is_vacant(param):
+                parts[param] = inside
+        entries = {
+            param: {index: self._source.state_of(held) for index, held in inside.items()}
+            for param, inside in parts.items()
+        }
+        sharded, cut = dict[str, Mapping[Any, Any]](), set[tuple[str, Any]]()
+        for param, inside in parts.items():
+            for index, held in inside.items():
+                name, entry = held.names[0], entries[param][index]
+                if held.place is not None:
+                    sharded[name] = entry
+                else:
+                    cut |= {(name, k) for k, v in entry.items() if _has_shape(v, held.shape)}
+        cut |= per_element(owned, sharded, str(self._source.path))
+        for param, inside in parts.items():
+            state, fills = fitted(owned, param, entries[param], cut, self._tensor_for)
+            self._plan_state(param, inside, state, fills)
 
-    def _state_of(self, param: torch.Tensor, inside: Sequence[HeldPart]) -> dict[Any, Any]:
-        """Return the state of an optimizer's parameter. inside: the model's parameters in it."""
-        found = [(held, self._source.state_of(held)) for held in inside]
-        state: dict[Any, Any] = {}
-        flat: dict[Any, torch.Tensor] = {}  # by key: a state per element, as 1-D view
-        for held, values in found:
-            for key, value in values.items():
-                if is_per_element(key, value, held.shape):
-                    if key not in flat:
-                        state[key] = self._tensor_for(param, key, value.dtype)
-                        flat[key] = _torch_private.local_part(state[key]).view(-1)
-                elif key not in state:
-                    self._require_any_part(key, value, held)
-                    state[key] = self._source.planned(value)
-        for held, values in found:
-            for key, whole in flat.items():
-                target = whole[_part_in(held).slice]
-                if key in values and is_per_element(key, values[key], held.shape):
-                    self._source.plan(values[key], held.boxes(target))
-                else:  # other parameters beside it have this state
-                    self._source.plan_zeros(target)
-            state |= self._source.planned(self._source.rank_local_states(held))
-        present: dict[Any, Any] = self._optimizer.state.get(param) or {}  # in its order
-        return {key: state[key] for key in dict.fromkeys([*present, *state]) if key in state}
-
-    def _require_any_part(self, key: Any, value: Any, held: HeldPart) -> None:
-        """Raise CheckpointError for a state of another shape, unless this rank holds it whole."""
-        is_whole = held.part.numel == held.piece.numel and held.piece.is_whole
-        if isinstance(value, StoredTensor) and value.numel > 1 and not is_whole:
-            raise CheckpointError.of(
-                "An optimizer state has another shape than its parameter.",
-                expected=f"shape {list(held.shape)}, or a single value: it is cut as the "
-                "parameter is",
-                got=f"shape {list(value.shape)} for state {key!r}",
-                where=f"{held.names[0]}, in {self._source.path}",
-                fix="load without the optimizer",
-            )
+    def _plan_state(
+        self,
+        param: nn.Parameter,
+        inside: Mapping[int, HeldPart],
+        state: Mapping[Any, Any],
+        fills: Sequence[Fill],
+    ) -> None:
+        """Plan to read the state of a parameter, of whose parts those ``inside`` are loaded."""
+        source, filled = self._source, {fill.key for fill in fills}
+        for fill in fills:
+            if fill.value is None:
+                source.plan_zeros(fill.target)
+            else:
+                source.plan(fill.value, inside[fill.index].boxes(fill.target))
+        found = {k: v if k in filled else source.planned(v) for k, v in state.items()}
+        for held in inside.values():
+            found |= source.planned(source.rank_local_states(held))
+        present: dict[Any, Any] = self._optimizer.state.get(param) or {}
+        if len(inside) < len(self._names[param]):  # the rest of a FlatParameter keeps its own
+            found = {**present, **found}
+        if found:
+            keys = dict.fromkeys([*present, *found])  # in the optimizer's order
+            self._state[param] = {key: found[key] for key in keys if key in found}
 
     def _tensor_for(self, param: torch.Tensor, key: Any, dtype: torch.dtype) -> torch.Tensor:
         """Return the tensor to read a state into: the optimizer's own if it fits, or a new one."""
@@ -217,12 +210,8 @@ class OptimizerLoadPlan:
         return torch.zeros_like(param.detach(), dtype=dtype, memory_format=format)
 
 
-def _part_in(held: HeldPart) -> Interval:
-    """Return where a part lies in the parameter of the optimizer."""
-    if held.place is None:
-        return held.part
-    named, index = held.place
-    return store_of(named.group).part_in_sharded_param(index)
+def _has_shape(value: Any, shape: tuple[int, ...]) -> bool:
+    return isinstance(value, StoredTensor) and value.shape == shape
 
 
 def _why_kept(
@@ -241,27 +230,6 @@ def _why_kept(
     keys = [{key for group in each for key in group} for each in (saved, optimizer.param_groups)]
     is_alike = keys[0] <= keys[1] or keys[1] <= keys[0]
     return "" if is_alike else f"the state of {classes[0]}"
-
-
-def _not_loaded(
-    owned: ParamOwnership, saved: Sequence[Mapping[str, Any]], with_state: set[str], left: set[str]
-) -> Iterator[str]:
-    """Yield which parameters, but ``left``, only one optimizer has, or lack others' state."""
-    listed = {name for group in saved for name in group["params"]}
-    for param, contents in owned.held.items():
-        is_here = param in owned.numbers
-        for names in contents.all_names.values():
-            if listed.isdisjoint(names):
-                is_told = is_here and names[0] not in left
-                which = "which only the new optimizer has" if is_told else ""
-            elif is_here:
-                is_without = param.requires_grad and with_state.isdisjoint(names)
-                which = "which was not saved" if with_state and is_without else ""
-            else:
-                is_elsewhere = owned.has_owners or owned.is_vacant(param)
-                which = "" if is_elsewhere else "which only the saved optimizer has"
-            if which:
-                yield f"the state of {names[0]}, {which}"
 
 
 def _as_state(key: Any, value: Any, parameter: torch.Tensor) -> Any:

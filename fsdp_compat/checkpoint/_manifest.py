@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from .._layout.box import Piece, require_grid
-from .._layout.spec import FlatLayout, ParamSpec, same_parts
+from .._layout.box import Piece, Share, require_grid
+from .._layout.spec import FlatLayout, ParamSpec
 from .._version import __version__
 from ..errors import CheckpointError
 from ._blocks import FileFacts, damaged
@@ -54,17 +54,6 @@ def file_name(number: int) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut:
-    """How the part of a parameter that one rank has is cut out of it."""
-
-    piece: Piece  # all of the parameter, or a part that a group of its own holds
-    layout: FlatLayout  # that cuts the piece
-    index: int  # in the layout
-    rank: int
-    is_flattened: bool
-
-
-@dataclasses.dataclass(frozen=True)
 class FlatGroup:
     """One parameter group: tensor ``name`` of several files, each of which holds one shard."""
 
@@ -75,15 +64,14 @@ class FlatGroup:
     names: tuple[tuple[str, ...], ...]  # by parameter: all its names in the model, before wrapping
     pieces: tuple[Piece, ...]  # by parameter: what the layout holds, as a box of the whole
 
-    def is_cut_as(self, index: int, cut: Cut) -> bool:
-        """Return whether every rank has the part of a parameter that ``cut`` gives it."""
-        if self.pieces[index] != cut.piece:
-            return False
+    def is_cut_as(self, index: int, share: Share, is_flattened: bool) -> bool:
+        """Return whether every rank has the elements of a parameter that it has beside ``share``.
+        is_flattened: the optimizer of ``share`` has one parameter for all of the layout."""
         # The rank-local state of a flat parameter is stored under the first parameter in it, and
         # fits only where all of them have their old offsets.
-        starts = [[spec.start for spec in each.params] for each in (self.layout, cut.layout)]
-        is_same = same_parts(self.layout, index, cut.layout, cut.index)
-        return is_same and (not cut.is_flattened or starts[0] == starts[1])
+        starts = [[spec.start for spec in each.params] for each in (self.layout, share.layout)]
+        own = Share(self.pieces[index], self.layout, index, share.rank)
+        return own.is_alike(share) and (not is_flattened or starts[0] == starts[1])
 
     def as_json(self) -> dict[str, Any]:
         params = [

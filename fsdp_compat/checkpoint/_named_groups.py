@@ -5,8 +5,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,14 +18,20 @@ from .._engine.group import Group
 from .._engine.state_store import StateStore, store_of
 from .._engine.store import ShardedParam
 from .._engine.unit import Unit
-from .._layout.box import Box, Piece, cut_into_boxes
-from .._layout.spec import FlatLayout, Interval, Section
+from .._layout.box import Box, Piece, Share
+from .._layout.spec import FlatLayout, ParamSpec, Section
 from .._state.model_state import unmanaged_state
-from .._state.sharded_values import place_of
-from .._state.units import NamedUnit, clean_name, named_sections, names_of
+from .._state.sharded_values import piece_of
+from .._state.units import (
+    NamedUnit,
+    clean_name,
+    named_sections,
+    names_before,
+    names_of,
+    units_of,
+)
 from ..errors import UsageError
-from ._manifest import Cut, FlatGroup
-from ._tools.archive import moved
+from ._manifest import FlatGroup
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,21 +80,14 @@ class NamedGroup:
         """Return all names of a parameter in the model, before wrapping."""
         return tuple(names_of(store_of(self.group).orig_params[index], self.prefix))
 
-    def piece(self, index: int) -> Piece:
-        """Return what the layout holds of a parameter: all of it, or this process's part."""
-        store, (layout, number) = store_of(self.group), self.cut(index)
-        place = place_of(store.local_shape(index), store.parallel[index])
-        offsets, shape = place.origin, layout.params[number].shape
-        if self.section.offsets is not None:
-            offsets = tuple(map(operator.add, offsets, self.section.offsets))
-        return Piece(place.whole_shape, offsets, shape)
-
-    def cut(self, index: int) -> tuple[FlatLayout, int]:
-        """Return the layout that cuts the piece of a parameter, and its index in it."""
-        return self.section.layout, index - self.section.first_param
+    def share(self, index: int) -> Share:
+        """Return what this rank holds of a parameter."""
+        number = index - self.section.first_param
+        return Share(piece_of(store_of(self.group), index), self.section.layout, number, self.rank)
 
     def described(self, axis: int) -> FlatGroup:
-        names, pieces = tuple(map(self.names, self.params)), tuple(map(self.piece, self.params))
+        names = tuple(map(self.names, self.params))
+        pieces = tuple(self.share(index).piece for index in self.params)
         dtype, layout = self.group.store.dtype, self.section.layout
         return FlatGroup(self.name, dtype, axis, layout, names, pieces)
 
@@ -164,13 +163,11 @@ def _split_axes(named: NamedUnit, store: StateStore, section: Section) -> list[A
 
 
 @dataclasses.dataclass(frozen=True)
-class HeldPart:
-    """The elements of one tensor that this rank holds: a run of a piece, in row-major order."""
+class HeldPart(Share):
+    """This rank's share of one tensor, with the values."""
 
     names: tuple[str, ...]  # of the tensor in the model
     dtype: torch.dtype
-    piece: Piece  # all of the tensor, or a tensor-parallel part
-    part: Interval  # of the piece
     values: torch.Tensor  # 1-D: a view of the elements in place
     is_written_here: bool  # this rank is the one that writes them
     place: tuple[NamedGroup, int] | None = None  # the index in its group; None: unmanaged
@@ -183,19 +180,9 @@ class HeldPart:
     def boxes(self, values: torch.Tensor | None = None) -> Iterator[tuple[Box, torch.Tensor]]:
         """Yield this rank's boxes of the whole tensor, with views of its (or other) ``values``."""
         values, start = self.values if values is None else values, 0
-        for box in cut_into_boxes(self.piece.shape, self.part):
-            own = values[start : start + box.numel].view(box.sizes)
-            yield moved(box, self.piece.offsets), own
+        for box in self.boxes_on(self.rank):
+            yield box, values[start : start + box.numel].view(box.sizes)
             start += box.numel
-
-    @property
-    def cut(self) -> Cut | None:
-        """How the part is cut; None for an unmanaged tensor."""
-        if self.place is None:
-            return None
-        named, index = self.place
-        is_flattened = store_of(named.group).is_flattened
-        return Cut(self.piece, *named.cut(index), named.rank, is_flattened)
 
 
 def managed_parts(groups: Sequence[NamedGroup]) -> Iterator[HeldPart]:
@@ -203,25 +190,23 @@ def managed_parts(groups: Sequence[NamedGroup]) -> Iterator[HeldPart]:
     for named in groups:
         store = store_of(named.group)
         for index in named.params:
-            layout, number = named.cut(index)
-            part = layout.part(number, named.rank)
+            share = named.share(index)
             # Every rank may hold the one element of a 0-d parameter.
-            is_first = named.rank == 0 or part != layout.part(number, 0)
+            is_first = share.rank == 0 or share.part != share.layout.part(share.index, 0)
             yield HeldPart(
+                *(share.piece, share.layout, share.index, share.rank),
                 named.names(index),
                 store.dtype,
-                named.piece(index),
-                part,
                 store.local_part(index),
                 named.is_written_here and is_first,
                 (named, index),
             )
 
 
-def unmanaged_tensors(model: nn.Module, is_written_here: bool) -> Iterator[HeldPart]:
+def _unmanaged_parts(state: Mapping[str, Any], is_written_here: bool) -> Iterator[HeldPart]:
     """Yield whole buffers and unmanaged parameters with all names. Collective for DTensors."""
     found: dict[tuple[object, ...], tuple[list[str], torch.Tensor]] = {}
-    for name, value in unmanaged_state(model).items():
+    for name, value in state.items():
         if isinstance(value, torch.Tensor):
             if _torch_private.is_dtensor(value):
                 value = value.full_tensor()  # type: ignore[attr-defined]
@@ -235,5 +220,26 @@ def of_whole(
     names: tuple[str, ...], value: torch.Tensor, is_written_here: bool = False
 ) -> HeldPart:
     """Return a tensor that every rank holds whole."""
-    part, piece = Interval(0, value.numel()), Piece.of_whole(tuple(value.shape))
-    return HeldPart(names, value.dtype, piece, part, value.reshape(-1), is_written_here)
+    shape, own = tuple(value.shape), value.reshape(-1)
+    layout = FlatLayout((ParamSpec(names[0], shape, 0),), 1, max(own.numel(), 1))
+    piece = Piece.of_whole(shape)
+    return HeldPart(piece, layout, 0, 0, names, value.dtype, own, is_written_here)
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldState:
+    """What a model holds, and this rank of it."""
+
+    groups: list[NamedGroup]
+    unmanaged: dict[str, Any]  # buffers, unmanaged parameters and extra state, by clean name
+    parts: list[HeldPart]  # of all tensors, in the order before sharding
+
+
+def held_state(model: nn.Module, is_written_here: bool = False) -> HeldState:
+    """Return the state of a model. is_written_here: this rank is the one that writes what no unit
+    manages. Collective for DTensors beside units."""
+    groups, unmanaged = named_groups(units_of(model)), unmanaged_state(model)
+    order = {name: position for position, name in enumerate(names_before(model))}
+    parts = [*managed_parts(groups), *_unmanaged_parts(unmanaged, is_written_here)]
+    parts.sort(key=lambda held: order.get(held.names[0], len(order)))
+    return HeldState(groups, unmanaged, parts)

@@ -7,30 +7,31 @@ from pathlib import Path
 
 from .._text import joined
 from ..errors import CheckpointError, unusable
-from ._directory import Saved, complete_in, newest_common, steps_in
+from ._directory import Offer, Run, newest_common, steps_in
 from ._manifest import MANIFEST, file_name, read_manifest
+from ._ranks import Ranks
 from ._tools.archive import Unrecognised
 from ._tools.recognition import open_archive
 
 
-def saved_in(path: Path, may_be_none: bool) -> list[Saved] | None:
-    """Return the complete checkpoints in a run's folder, or None if ``path`` is none.
+def offer_of(run: Run, may_be_none: bool) -> Offer | None:
+    """Return the newest complete checkpoint in a run's folder, or None if it is not one.
 
     may_be_none: take a path without any checkpoint for the folder of a run that has not saved yet.
     Raises CheckpointError if all in the folder are damaged, UsageError for one rank's file."""
+    path = run.folder
     if path.match("rank-*.safetensors") and (path.parent / MANIFEST).is_file():
         fix, expected = f"pass {path.parent}", "the directory of a checkpoint"
         raise unusable("A file with the part of one rank", expected, str(path), "path", fix)
     if (path / MANIFEST).exists() or (path / file_name(0)).exists():
         return None
     steps = steps_in(path)
-    saved = [(manifest.step, manifest.identity) for _, manifest in complete_in(path)]
-    for step in () if saved else steps.values():
+    offer = run.offer()
+    has_any = offer[0] is not None
+    for step in () if has_any else steps.values():
         if (step / MANIFEST).is_file():
             read_manifest(step)  # raises: a damaged checkpoint is not a run that has not saved
-    if saved or (may_be_none and (steps or _holds_none(path))):
-        return saved
-    return None
+    return offer if has_any or (may_be_none and (steps or _holds_none(path))) else None
 
 
 def _holds_none(path: Path) -> bool:
@@ -42,20 +43,19 @@ def _holds_none(path: Path) -> bool:
     return False
 
 
-def newest_of_all(folder: Path, by_rank: Sequence[Sequence[Saved]]) -> Path | None:
+def newest_of_all(run: Run, ranks: Ranks, offers: Sequence[Offer]) -> Path | None:
     """Return the newest checkpoint that all ranks have, or None if none has any. Raises
-    CheckpointError if some have, but none in common."""
-    newest = newest_common(folder, by_rank)
+    CheckpointError if some have, but none in common. Collective if their newest ones differ."""
+    newest, by_rank = newest_common(run, ranks, offers)
     if newest is not None or not any(by_rank):
         return newest
     steps = [
-        f"rank {rank}: {', '.join(str(step) for step, _ in sorted(saved)) or 'none'}"
-        for rank, saved in enumerate(by_rank)
+        f"rank {rank}: {', '.join(map(str, its)) or 'none'}" for rank, its in enumerate(by_rank)
     ]
     raise CheckpointError.of(
         "The ranks have no checkpoint in common.",
         expected="a step that is complete on all ranks, or no checkpoint on any",
         got=f"steps by rank: {joined(steps, 8, '; ')}",
-        where=str(folder),
+        where=str(run.folder),
         fix="mount the same folder on all nodes, or copy a checkpoint to the nodes without one",
     )

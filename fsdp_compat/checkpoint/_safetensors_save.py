@@ -15,14 +15,13 @@ from torch import nn
 
 from .._layout.box import Box
 from .._progress import progress_bar
-from .._state.units import names_before, units_of
 from ..errors import CheckpointError, UsageError
 from ._arguments import Rename, renamed, require_arguments
 from ._blocks import BLOCK_NBYTES, sync_directory
-from ._named_groups import managed_parts, named_groups, unmanaged_tensors
+from ._named_groups import held_state
 from ._publishing import OwnedDirectory, hidden_beside, make_fresh, remove_leftovers
 from ._ranks import ranks_of, require_rest
-from ._tools.archive import moved, slices
+from ._tools.archive import slices
 from ._tools.reader import boxes_of
 from ._tools.safetensors_files import INDEX, ONE_FILE, images_of, write_index
 
@@ -140,9 +139,7 @@ class _WeightFiles:
         self._path = path
         self.hidden = path  # the directory that the files are in until they get their names
         self._owned: OwnedDirectory | None = None  # on the first rank
-        order = {name: position for position, name in enumerate(names_before(model))}
-        parts = [*managed_parts(named_groups(units_of(model))), *unmanaged_tensors(model, is_first)]
-        parts.sort(key=lambda held: order.get(held.names[0], len(order)))
+        parts = held_state(model, is_first).parts
         names = renamed([held.names[0] for held in parts], rename, call)
         self._parts = {held.names[0]: held for held in parts if held.names[0] in names}
         described = {
@@ -189,7 +186,7 @@ class _WeightFiles:
                     most = BLOCK_NBYTES // max(self._itemsize, values.itemsize)
                     for inner in boxes_of(box.sizes, most):
                         some = values[slices(inner)]
-                        yield moved(inner, box.offsets), some
+                        yield inner.moved(box.offsets), some
                         tick(some.nbytes)
 
             return sum(image.write(self.hidden / image.name, contents) for image in self._images)

@@ -19,14 +19,7 @@ from torch import nn
 from .. import _torch_private
 from .._engine.state_store import store_of
 from .._state.model_state import unmanaged_state
-from .._state.optim_contents import (
-    Kinds,
-    StateKind,
-    classify_all,
-    in_tensors,
-    is_count,
-    ownership_of,
-)
+from .._state.optim_contents import HeldStates, Kinds, StateKind, classify_all, ownership_of
 from .._state.optimizer_checks import cut_state
 from .._state.rank_local import warn_of_layout
 from .._state.units import units_of
@@ -116,60 +109,61 @@ def take_snapshot(
         store = store_of(named.group)
         part = FilePart(0, store.shard.detach()[named.section.in_shard.slice])
         snapshot.add(named.name, store.dtype, (named.numel,), [part])
-    other_states: dict[str, Any] = {}
-    if optimizer is not None:
-        cut_state(optimizer)
-        where = type(optimizer).__name__
-        ownership = ownership_of(optimizer.param_groups, where, units_of(model), model)
-        snapshot.param_groups = [
-            {
-                "params": [name for p in group["params"] for name in ownership.names_in(p)],
-                "settings": _settings(snapshot, group, number),
-            }
-            for number, group in enumerate(optimizer.param_groups)
-        ]
-        snapshot.optimizer_classes = classes_of(optimizer)
-        kinds = _kinds(optimizer, groups)
-        for named in written:
-            states = _states(snapshot, named, optimizer, kinds)
-            snapshot.add_states(named.name, named.numel, len(named.params), states)
-        rank_local = [
-            f"{named.names(named.params[number])[0]}.{key}"
-            for named in written
-            for number, key, _ in snapshot.head.own.get(named.name, [])
-        ]
-        warn_of_layout(rank_local, optimizer, stacklevel=5)
-        not_here = {param for named in groups for param, _ in named.sharded_params}
-        of_first_replica = {
-            name
-            for named in groups
-            if named.group.replica.rank == 0
-            for index in named.params
-            for name in named.names(index)
-        }
-        owned = {
-            name: in_tensors(optimizer.state[parameter])
-            for parameter, name in ownership.owned
-            if optimizer.state.get(parameter) and name in of_first_replica
-        }
-        snapshot.add_whole_states(owned)
-        not_here.update(parameter for parameter, _ in ownership.owned)
-        other_states = {
-            names[0]: state
-            for parameter in ownership.numbers
-            if (state := optimizer.state.get(parameter)) and parameter not in not_here
-            if (names := ownership.names_in(parameter))
-        }
-        keys: list[Any] = [key for key in optimizer.state if not isinstance(key, torch.Tensor)]
-        for key in keys:
-            if ownership.is_user_key(key):
-                other_states[key] = {None: optimizer.state[key]}
-            else:
-                snapshot.head.left_out.append(repr(key))
+    other_states = {} if optimizer is None else _add_optimizer(snapshot, model, optimizer, groups)
     snapshot.head.extra = encode(extra, "extra", snapshot.under("extra"))
     snapshot.add_common(model, other_states)
     warn_of_left_out(snapshot.head.left_out, "are not in the checkpoint", stacklevel=5)
     return snapshot
+
+
+def _add_optimizer(
+    snapshot: Snapshot,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    groups: Sequence[NamedGroup],
+) -> dict[Any, Mapping[Any, Any]]:
+    """Add this rank's settings and states; return those that are the same on all ranks, by name."""
+    cut_state(optimizer)
+    where = type(optimizer).__name__
+    ownership = ownership_of(optimizer.param_groups, where, units_of(model), model)
+    snapshot.param_groups = [
+        {
+            "params": [name for p in group["params"] for name in ownership.names_in(p)],
+            "settings": _settings(snapshot, group, number),
+        }
+        for number, group in enumerate(optimizer.param_groups)
+    ]
+    snapshot.optimizer_classes = classes_of(optimizer)
+    current = [p for p in ownership.numbers if not ownership.is_vacant(p)]
+    held = HeldStates(ownership, {p: optimizer.state[p] for p in current if optimizer.state.get(p)})
+    kinds = classify_all(held.of_shards, tells_0d=True)
+    written = [named for named in groups if named.is_written_here]
+    for named in written:
+        states = _states(snapshot, named, held, kinds)
+        snapshot.add_states(named.name, named.numel, len(named.params), states)
+    rank_local = [
+        f"{named.names(named.params[number])[0]}.{key}"
+        for named in written
+        for number, key, _ in snapshot.head.own.get(named.name, [])
+    ]
+    warn_of_layout(rank_local, optimizer, stacklevel=6)
+    of_first_replica = {
+        name
+        for named in groups
+        if named.group.replica.rank == 0
+        for index in named.params
+        for name in named.names(index)
+    }
+    owned = {name: state for name, state in held.owned.items() if name in of_first_replica}
+    snapshot.add_whole_states(owned)
+    shared: dict[Any, Mapping[Any, Any]] = dict(held.unmanaged)
+    keys: list[Any] = [key for key in optimizer.state if not isinstance(key, torch.Tensor)]
+    for key in keys:
+        if ownership.is_user_key(key):
+            shared[key] = {None: optimizer.state[key]}
+        else:
+            snapshot.head.left_out.append(repr(key))
+    return shared
 
 
 def _settings(snapshot: Snapshot, group: Mapping[str, Any], number: int) -> Any:
@@ -194,39 +188,16 @@ def warn_of_left_out(names: Sequence[str], what: str, stacklevel: int) -> None:
         )
 
 
-def _kinds(optimizer: torch.optim.Optimizer, groups: Sequence[NamedGroup]) -> Kinds:
-    """Return the kind of each state. A state per element of a 0-d parameter looks like a count: the
-    same state of other parameters decides, or else its name."""
-    own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    sharded_params = [
-        param for named in groups for param, _ in named.sharded_params if param in own
-    ]
-    kinds = classify_all({param: optimizer.state.get(param) or {} for param in sharded_params})
-    with_dims = {
-        key: kind for param in sharded_params if param.dim() for key, kind in kinds[param].items()
-    }
-    for param in sharded_params:
-        for key, kind in kinds[param].items() if not param.dim() else ():
-            if kind is StateKind.SCALAR and isinstance(optimizer.state[param][key], torch.Tensor):
-                name_tells = kind if is_count(key, ()) else StateKind.PER_ELEMENT
-                if with_dims.get(key, name_tells) is StateKind.PER_ELEMENT:
-                    kinds[param][key] = StateKind.PER_ELEMENT
-    return kinds
-
-
 def _states(
-    snapshot: Snapshot, named: NamedGroup, optimizer: torch.optim.Optimizer, kinds: Kinds
+    snapshot: Snapshot, named: NamedGroup, held: HeldStates, kinds: Kinds
 ) -> Iterator[tuple[Any, Sequence[int], Any]]:
     """Yield the states of one group for ``add_states``. Rank-local ones go to the head."""
     store = store_of(named.group)
     for param, indices in named.sharded_params:
         numbers = [index - named.section.first_param for index in indices]
-        # Where this rank has no part there are no gradients, and the states there are stale; but
-        # DTensors have gradients on every rank.
-        is_current = store.has_part(indices) or _torch_private.is_dtensor(param)
-        for key, kind in kinds.get(param, {}).items() if is_current else ():
+        for key, kind in kinds.get(param, {}).items():
             name = f"{named.names(indices[0])[0]}.{key}"
-            value = optimizer.state[param][key]
+            value = held.states[param][key]
             if isinstance(value, torch.Tensor):  # of a DTensor: this rank's part
                 value = _torch_private.local_part(value)
             if kind is StateKind.PER_ELEMENT and isinstance(key, _STATE_KEYS):

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from .._engine.state_store import store_of
 from .._layout.box import Box
 from .._progress import progress_bar
 from ..errors import CheckpointError
@@ -281,7 +282,11 @@ class NativeSource(Source):
 
     def rank_local_states(self, held: HeldPart) -> dict[Any, Any]:
         name = self._state_name(held)
-        return {} if name is None else self._checkpoint.rank_local_states(name, held.cut)
+        if name is None:
+            return {}
+        is_flattened = held.place is not None and store_of(held.place[0].group).is_flattened
+        share = held if held.place is not None else None
+        return self._checkpoint.rank_local_states(name, share, is_flattened)
 
     def extra(self, ranks: Ranks) -> Any:
         manifest = self._checkpoint.manifest

@@ -388,3 +388,26 @@ def test_states_of_an_unmanaged_parameter_keep_its_order_in_memory(tmp_path: Pat
         assert_same(state_of(model, optimizer), saved)
         (param,) = (p for p in optimizer.state if p.shape[1:] == (3, 3, 3))
         assert optimizer.state[param]["exp_avg"].stride() == param.stride() == (27, 1, 9, 3)
+
+
+class OldNet(nn.Module):
+    """It has tied parameters, and a buffer that files of old versions of torch do not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.second.weight = self.first.weight
+        self.norm = nn.BatchNorm1d(3)
+
+
+@on_ranks(2)
+def test_tied_values_that_differ_and_old_files_load_as_with_load_state_dict(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    state = {**OldNet().state_dict(), "second.weight": torch.full((3, 3), 2.0)}
+    del state["norm.num_batches_tracked"]
+    torch.save(state, path := tmp_path / f"{dist.get_rank()}.pt")
+    for front_end in FRONT_ENDS:
+        model = sharded(front_end, OldNet())
+        assert checkpoint.load(path, model).is_complete
+        whole = dict(checkpoint.iter_full_state_dict(model))
+        assert whole["first.weight"].eq(2).all() and whole["second.weight"].eq(2).all()

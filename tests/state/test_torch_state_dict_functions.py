@@ -30,7 +30,6 @@ from torch.distributed.checkpoint.state_dict import (
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.errors import CheckpointError, UsageError
-from tests.support.fully_sharded import flattened
 from tests.support.odd_model import (
     Config,
     assert_same,
@@ -77,7 +76,8 @@ def assert_in_state(model: nn.Module, optimizers: Any, run: Mapping[str, Any]) -
 
 
 def _flattened(optim: Mapping[str, Any]) -> dict[str, Any]:
-    found = {f"state.{name}": value for name, value in flattened({**optim}).items()}
+    states = optim["state"].items()
+    found = {f"state.{name}.{key}": its for name, entry in states for key, its in entry.items()}
     for name, settings in settings_by_name(optim).items():
         found |= {f"param_groups.{name}.{key}": value for key, value in settings.items()}
     return found

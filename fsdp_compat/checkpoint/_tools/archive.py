@@ -277,7 +277,7 @@ def slices(box: Box) -> tuple[slice, ...]:
 
 def moved(box: Box, by: Sequence[int]) -> Box:
     """Return a box of a part as one of the whole tensor, in which the part begins at ``by``."""
-    return Box(tuple(map(int.__add__, box.offsets, by)), box.sizes)
+    return box.moved(by)
 
 
 def intersection(one: Box, other: Box) -> Box | None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ..._comm.host_memory import memory_of
-from ..._layout.box import Box, Piece
+from ..._layout.box import Box, Piece, Share
 from ..._layout.spec import Interval, flat_layout, row_major_strides, runs_of_part
 from ..._progress import Tick
 from ...errors import CheckpointError, UsageError
@@ -27,7 +27,6 @@ from .._directory import latest
 from .._header import TensorInfo, dtype_name, is_known, length_of_header, parse_header
 from .._manifest import (
     MANIFEST,
-    Cut,
     FlatGroup,
     Head,
     Indices,
@@ -258,14 +257,17 @@ class NativeCheckpoint:
 
         return self._tensor(f"{saved.names[0]}.{key}", saved, dtype, entry_of)
 
-    def rank_local_states(self, name: str, cut: Cut | None) -> dict[Any, Any]:
-        """Return the states of one rank's part. Raises CheckpointError if ``cut`` differs."""
+    def rank_local_states(
+        self, name: str, share: Share | None, is_flattened: bool
+    ) -> dict[Any, Any]:
+        """Return the states of one rank's part. Raises CheckpointError if ``share`` differs, see
+        ``FlatGroup.is_cut_as``; None: an unmanaged tensor."""
         states: dict[Any, Any] = {}
         places = self._files_with(self.parameters[name]) if name in self.parameters else []
         alike = [
-            (group, index, self.manifest.axes[group.axis][cut.rank])
+            (group, index, self.manifest.axes[group.axis][share.rank])
             for group, index, _ in places
-            if cut is not None and group.is_cut_as(index, cut)
+            if share is not None and group.is_cut_as(index, share, is_flattened)
         ]
         for group, index, number in alike or places:
             for its_index, key, value in self.head(number).own.get(group.name, []):

@@ -10,7 +10,7 @@ from typing import Any
 from ..._comm.host_memory import memory_of
 from ..._layout.box import Box
 from ...errors import CheckpointError
-from .archive import StoredPiece, StoredTensor, coverage_problem, moved
+from .archive import StoredPiece, StoredTensor, coverage_problem
 from .reader import Files, boxes_of, read_box
 from .sharded_records import RankPart
 
@@ -98,7 +98,7 @@ def sample(tensor: StoredTensor, files: Files, num_parts: int = 1) -> bytes:
     for part in boxes_of(tensor.shape, max(_SAMPLE_NUMEL, tensor.numel // num_parts)):
         first = next(boxes_of(part.sizes, _SAMPLE_NUMEL))
         last = Box(tuple(map(int.__sub__, part.sizes, first.sizes)), first.sizes)
-        found += [read_box(tensor, moved(box, part.offsets), files) for box in (first, last)]
+        found += [read_box(tensor, box.moved(part.offsets), files) for box in (first, last)]
     return b"".join(bytes(memory_of(values)) for values in found)
 
 

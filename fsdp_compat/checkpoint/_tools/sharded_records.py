@@ -13,7 +13,7 @@ import torch
 from ..._layout.box import Box, cut_into_boxes
 from ..._layout.rows import CopiedLayout
 from ..._layout.spec import FlatLayout, Interval, ParamSpec, row_major_strides
-from .archive import StoredPiece, StoredTensor, moved
+from .archive import StoredPiece, StoredTensor
 from .pickles import Record, Refused, shape_of
 
 # The few bytes of a placement can ask for any number of parts.
@@ -160,7 +160,7 @@ def boxed_tensor(
         whole_shape = shape_of(place.fields["whole_shape"])
         origin = shape_of(place.fields["origin"])
     pieces = [
-        StoredPiece(moved(each.box, origin), each.source)
+        StoredPiece(each.box.moved(origin), each.source)
         for piece in run.pieces
         for each in in_shape(piece, part.start, shape, run.dtype)
     ]
