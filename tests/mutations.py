@@ -362,7 +362,7 @@ BREAKS = (
         "search for deadlocks finds nothing",
         "if peer is None or peer.wait.node in done or not peer.lacks(wait):",
         "if True:",
-        "tests/comm/test_find_cycle.py",
+        "tests/comm/test_deadlock.py",
     ),
     Break(
         "every rank of a rendezvous asks for the missing ones",

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import itertools
 import math
 from collections.abc import Callable
@@ -39,8 +38,8 @@ from fsdp_compat import (
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.cases import about
-from tests.support.models import DIM, Block, Stack
-from tests.support.parity import Pair, backward, seeded, sgd, train, whole
+from tests.support.models import DIM, Block
+from tests.support.parity import Pair, backward, seeded, sgd, whole
 from tests.support.ranks import on_ranks
 
 LENGTH = 8
@@ -359,12 +358,3 @@ def test_sharded_optimizer_state_values_cover_the_full_parameters(tmp_path: Path
         found = FSDP.optim_state_dict(other, its_optimizer)["state"]
         for name, value in expected.items():
             assert torch.equal(found[name]["momentum_buffer"], value), (kind, name)
-
-
-@on_ranks(2)
-def test_a_model_that_one_rank_alone_keeps_does_not_disturb_others() -> None:
-    kept = [TwoDimensional(blocks_only, shape=(1, 2))]
-    if dist.get_rank():
-        kept.clear()
-        gc.collect()
-    train(Stack)
