@@ -35,7 +35,7 @@ from .loaded_values import (
 )
 from .model_state import beside_units, sharded_keys
 from .own_ways import StandIn, exact_buffers_of, loads_in_own_way, overrides, units_with_say
-from .rank0 import Rank0Broadcast, Rank0Value, outline_of, received
+from .rank0 import Outline, Rank0Broadcast, Rank0Value, outline_of, received
 from .sharded_values import BoxedTensor, cut_of, dtype_of, flat_cut
 from .summon import Options, full_unit
 from .units import (
@@ -537,7 +537,7 @@ def _filled(model: nn.Module, given: Any, strict: bool, assign: bool) -> Any:
         value = given[key] if rank0.is_here else outline
         if isinstance(outline, Rank0Value):
             value = Rank0Value(outline.is_lazy, value if rank0.is_here else None, rank0)
-        elif isinstance(outline, torch.Tensor):
+        elif isinstance(outline, Outline):
             [sent] = rank0.send([value], f"the value of {key!r}")
             value = value if rank0.is_here else sent
             target = others.get(clean_name(key))

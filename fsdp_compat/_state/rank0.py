@@ -22,9 +22,17 @@ from .loaded_values import materialised, shape_of
 from .sharded_values import dtype_of
 
 
-def outline_of(tensor: Any) -> torch.Tensor:
-    """Return a tensor, or a lazy value, as other ranks see it: on the meta device."""
-    return torch.empty(shape_of(tensor), dtype=dtype_of(tensor), device="meta")
+@dataclasses.dataclass(frozen=True)
+class Outline:
+    """The shape and dtype of a tensor that only rank 0 has."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def outline_of(tensor: Any) -> Outline:
+    """Return the outline of a tensor, or of a lazy value."""
+    return Outline(shape_of(tensor), dtype_of(tensor))
 
 
 class Rank0Broadcast:
@@ -48,12 +56,12 @@ class Rank0Broadcast:
             value = self._replica.broadcast_object(value)
         return self._shard.broadcast_object(value)
 
-    def send(self, values: Sequence[torch.Tensor], what: str) -> list[torch.Tensor]:
+    def send(self, values: Sequence[torch.Tensor | Outline], what: str) -> list[torch.Tensor]:
         """Return rank 0's tensors, on the device. values: elsewhere outlines. Collective."""
         tensors = [
-            torch.empty_like(value, device=self.device)
-            if value.is_meta
-            else value.detach().to(self.device).contiguous()
+            value.detach().to(self.device).contiguous()
+            if isinstance(value, torch.Tensor)
+            else torch.empty(value.shape, dtype=value.dtype, device=self.device)
             for value in values
         ]
         self._broadcast(tensors, what)
@@ -108,8 +116,8 @@ def received(group: Group, found: dict[int, Any]) -> dict[int, Any]:
     if sender is None:
         return found
     store, error = store_of(group), None
-    values = [
-        torch.empty(store.shape(index), dtype=store.dtype, device="meta") for index in awaited
+    values: list[torch.Tensor | Outline] = [
+        Outline(store.shape(index), store.dtype) for index in awaited
     ]
     try:
         for number, (index, each) in enumerate(awaited.items() if sender.is_here else ()):

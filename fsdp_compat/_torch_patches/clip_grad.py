@@ -111,7 +111,8 @@ def _split_over_ranks(
     group_of: dict[int, Group] = {}  # by the id of a parameter
     for runtime in live_runtimes():
         for group in runtime.groups if wanted or asked else ():
-            is_split = group.shard.ranks > 1 or group.tensor_parallel
+            further = any(axis.ranks > 1 for axis in group.store.tensor_parallel_axes)
+            is_split = group.shard.ranks > 1 or further
             for sharded_param, _ in group.store.sharded_params if is_split else ():
                 if _torch_private.is_dtensor(sharded_param):
                     break  # as all of the group
