@@ -431,7 +431,7 @@ def test_ranks_that_use_different_models_of_one_structure_are_refused() -> None:
         assert_told(
             str(caught.value),
             "^The ranks use different models, or have made them in different orders",
-            r"unit '0', made after \d of \d+ unused groups on this rank",
+            r"unit '0', made after \d+ of \d+ unused groups on this rank",
             rf"where: +{HERE}:\d+ in ",
         )
     assert_train(pair_of(0, False))
