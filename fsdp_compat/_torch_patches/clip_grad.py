@@ -54,10 +54,13 @@ def _total_norm(
 ) -> torch.Tensor:
     """Compute the norm, over all ranks if any gradient is sharded; collective then."""
     grads = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    if len(parts := _by_mesh(grads)) > 1:
-        norms = [_total_norm(original, its, norm_type, False, foreach) for its in parts.values()]
+    by_mesh = _by_mesh(grads)
+    if len(by_mesh) > 1:
+        norms: list[Any] = [
+            _total_norm(original, its, norm_type, False, foreach) for its in by_mesh.values()
+        ]
         whole_norms = [n.full_tensor() if _torch_private.is_dtensor(n) else n for n in norms]
-        total = original(whole_norms, norm_type, error_if_nonfinite, foreach)
+        total: torch.Tensor = original(whole_norms, norm_type, error_if_nonfinite, foreach)
         return total
     split, groups = _split_over_ranks(grads, _clipped.parameters)
     if not groups:
@@ -96,7 +99,7 @@ def _by_mesh(tensors: Sequence[torch.Tensor]) -> dict[Any, list[torch.Tensor]]:
     parallelism, a module that is not parallel is on fewer dims than one that is."""
     found: dict[Any, list[torch.Tensor]] = {}
     for tensor in tensors:
-        mesh = tensor.device_mesh if _torch_private.is_dtensor(tensor) else None
+        mesh = getattr(tensor, "device_mesh", None) if _torch_private.is_dtensor(tensor) else None
         found.setdefault(mesh, []).append(tensor)
     return found
 
