@@ -104,20 +104,15 @@ class SideStream:
         torch.accelerator.current_stream(self._device).wait_stream(self._stream)
 
 
-def to_host_later(values: Tensor, target: Tensor | None = None) -> Callable[[], Tensor]:
-    """Start to copy values to the host, to ``target`` or new memory, which is pinned. The returned
-    function waits for them."""
-    is_pinned = has_streams(values.device)
-    if target is None:
-        target = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=is_pinned)
-    target.copy_(values, non_blocking=is_pinned)
-    if not is_pinned:
-        return lambda: target
+def to_host_later(values: Tensor) -> Callable[[], Tensor]:
+    """Start to copy values of a device to pinned memory. The returned function waits for them."""
+    copy = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
+    copy.copy_(values, non_blocking=True)
     copied = torch.accelerator.current_stream(values.device).record_event()
 
     def wait() -> Tensor:
         copied.synchronize()
-        return target
+        return copy
 
     return wait
 

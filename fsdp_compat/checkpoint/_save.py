@@ -94,7 +94,7 @@ def async_save(
     keep_last: int | None = None,
     progress: bool = False,
 ) -> AsyncSave:
-    """Save as ``save`` does, but return once the state is copied; a thread writes the copy.
+    """Save as ``save`` does, but return before it is written: a thread writes a copy of the state.
 
     The copy is on the CPU and as large as this rank's shards, in memory that is kept for the next
     one. From a device it is made in the order of the current stream, and the call does not wait for

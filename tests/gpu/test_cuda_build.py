@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.cuda._sanitizer
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
@@ -27,7 +28,7 @@ from tests.support.devices import NCCL, on_nccl, own_device
 from tests.support.fully_sharded import NotedAllGather, NotedReduceScatter
 from tests.support.models import NUM_TOKENS, Transformer
 from tests.support.parity import no_sync, seeded
-from tests.support.ranks import run_ranks
+from tests.support.ranks import close_pool, run_ranks
 from tests.support.twin import FLAT, FULLY_SHARD, ORIGINAL, sharded
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not fakecuda.is_used(), reason=fakecuda.WHY)]
@@ -357,3 +358,19 @@ def test_copies_beside_computation_have_priority() -> None:
     fsdp_compat.fully_shard(model)(torch.ones(2, 8, device=own_device())).sum().backward()
     for noted in (gather, reduce):
         assert min(noted.priorities) < torch.cuda.Stream().priority
+
+
+@pytest.fixture
+def own_processes() -> Iterator[None]:  # torch's checker cannot be switched off again
+    close_pool()
+    yield
+    close_pool()
+
+
+@pytest.mark.usefixtures("own_processes")
+@on_nccl(2)
+def test_the_sanitizer_of_torch_is_silent() -> None:
+    torch.cuda._sanitizer.enable_cuda_sanitizer()
+    for front_end in (ORIGINAL, FULLY_SHARD):
+        for options in ({"precision": LOW[1], "max_norm": 0.5}, {"offload": True, "backwards": 2}):
+            train(Case(front_end, **options), fsdp_compat)
