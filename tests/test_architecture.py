@@ -27,6 +27,7 @@ LAYERS = (
     ("_front_ends",),
     ("_torch_patches",),
     ("_state",),
+    ("_archive",),
     ("_stores",),
     ("_engine",),
     ("_comm",),

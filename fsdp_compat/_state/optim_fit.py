@@ -21,13 +21,7 @@ from .._engine.state_store import store_of
 from .._text import joined
 from ..errors import CheckpointError
 from .loaded_values import is_sharded, is_tensor, shape_of, unfit
-from .optim_contents import (
-    ParamOwnership,
-    is_per_element_of_0d,
-    is_whole,
-    numbered_names,
-    snapshot,
-)
+from .optim_contents import ParamOwnership, is_per_element_of_0d, is_whole, numbered_names, snapshot
 from .sharded_values import dtype_of
 
 # -- names

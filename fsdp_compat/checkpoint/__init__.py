@@ -17,7 +17,7 @@ without a model.
 - ``files``: inspect, verify, compare, convert and list checkpoints of any format"""
 
 from . import files
-from ._directory import latest
+from ._folder.directory import latest
 from ._full import iter_full_state_dict
 from ._load import LoadReport, load, load_safetensors, resume
 from ._safetensors_save import save_safetensors

@@ -23,22 +23,22 @@ import torch
 from torch import nn
 
 from .. import errors
+from .._archive.archive import StoredTensor
+from .._archive.texts import brief, shortened
 from .._state.model_loading import absent_buffers, load_unmanaged, may_be_missing, others_in
 from .._state.optimizer_checks import cut_state
 from .._text import joined
 from ..errors import CheckpointError, FsdpCompatError
 from ._arguments import Rename, require_arguments
-from ._directory import Run
-from ._load_optimizer import OptimizerLoadPlan
-from ._named_groups import HeldPart, HeldState, held_state
-from ._newest import newest_of_all, offer_of
-from ._optimizers import SharedOptimizer
-from ._ranks import Ranks, ranks_of, require_rest
-from ._snapshot import warn_of_left_out
-from ._source import Source, open_source
-from ._texts import brief, shortened
-from ._tools.archive import StoredTensor
-from ._tools.flat_files import Shapes
+from ._fit.optimizer import OptimizerLoadPlan
+from ._fit.source import Source, open_source
+from ._folder.directory import Run
+from ._folder.newest import newest_of_all, offer_of
+from ._formats.flat_files import Shapes
+from ._live.model import HeldPart, HeldState, held_state
+from ._live.optimizers import SharedOptimizer
+from ._live.snapshot import warn_of_left_out
+from ._ranks.ranks import Ranks, ranks_of, require_rest
 
 _Extra = TypeVar("_Extra")
 

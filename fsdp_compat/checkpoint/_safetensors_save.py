@@ -13,17 +13,17 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from .._archive.archive import slices
+from .._archive.blocks import BLOCK_NBYTES, sync_directory
+from .._archive.reader import boxes_of
 from .._layout.box import Box
 from .._progress import progress_bar
 from ..errors import CheckpointError, UsageError
 from ._arguments import Rename, renamed, require_arguments
-from ._blocks import BLOCK_NBYTES, sync_directory
-from ._named_groups import held_state
-from ._publishing import OwnedDirectory, hidden_beside, make_fresh, remove_leftovers
-from ._ranks import ranks_of, require_rest
-from ._tools.archive import slices
-from ._tools.reader import boxes_of
-from ._tools.safetensors_files import INDEX, ONE_FILE, images_of, write_index
+from ._folder.publishing import OwnedDirectory, hidden_beside, make_fresh, remove_leftovers
+from ._formats.safetensors_files import INDEX, ONE_FILE, images_of, write_index
+from ._live.model import held_state
+from ._ranks.ranks import ranks_of, require_rest
 
 
 def save_safetensors(

@@ -23,22 +23,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._archive.blocks import FileFacts
 from .._progress import progress_bar
 from .._state.units import units_of
 from .._text import joined
 from ..errors import CheckpointError, UsageError
 from . import _background as background
-from . import _directory as directory
-from . import _publishing as publishing
 from ._arguments import require_arguments
-from ._blocks import FileFacts
-from ._mailbox import RankLost
-from ._manifest import MANIFEST, FlatGroup, Manifest, file_name, versions
-from ._named_groups import NamedGroup, named_groups
-from ._optimizers import SharedOptimizer, joined_param_groups
-from ._ranks import ranks_of, require_rest
-from ._snapshot import Snapshot, take_snapshot
-from ._tools.writers import write_file
+from ._folder import directory, publishing
+from ._formats.manifest import MANIFEST, FlatGroup, Manifest, file_name, versions
+from ._formats.writers import write_file
+from ._live.model import NamedGroup, named_groups
+from ._live.optimizers import SharedOptimizer, joined_param_groups
+from ._live.snapshot import Snapshot, take_snapshot
+from ._ranks.mailbox import RankLost
+from ._ranks.ranks import ranks_of, require_rest
 
 
 def save(

@@ -16,13 +16,13 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from fsdp_compat._comm.host_memory import memory_of
-from fsdp_compat.checkpoint._header import (
+from fsdp_compat._archive.header import (
     _NAMES,
     TensorInfo,
     encode_header,
     read_header,
 )
+from fsdp_compat._comm.host_memory import memory_of
 from fsdp_compat.errors import CheckpointError, UsageError
 from tests.support.checkpoints import refused
 

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from fsdp_compat import checkpoint
-from fsdp_compat.checkpoint import _processes as processes
+from fsdp_compat.checkpoint._ranks import processes
 from fsdp_compat.errors import StateError
 from tests.support.checkpoints import before_writes, toy
 from tests.support.programs import Launcher
@@ -32,7 +32,7 @@ def test_a_rank_that_is_interrupted_in_a_save_does_not_leave_others_waiting(tmp_
     ]
     for place, each in (
         (f"{module}take_snapshot", calls[0]),
-        ("fsdp_compat.checkpoint._blocks.BlockWriter.write", calls[0]),
+        ("fsdp_compat._archive.blocks.BlockWriter.write", calls[0]),
         (f"{module}Snapshot.detach", calls[1]),
     ):
         expected, told = (
@@ -66,7 +66,7 @@ PROGRAM = """
 import datetime, os, resource, select, signal, sys
 import torch, torch.distributed as dist
 from fsdp_compat import FullyShardedDataParallel as FSDP, checkpoint
-from fsdp_compat.checkpoint import _mailbox as mailbox
+from fsdp_compat.checkpoint._ranks import mailbox
 from tests.support.checkpoints import before_writes
 
 what, folder, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])

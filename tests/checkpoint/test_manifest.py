@@ -13,10 +13,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fsdp_compat._archive.blocks import FileFacts
 from fsdp_compat._layout.box import Piece
 from fsdp_compat._layout.spec import flat_layout
-from fsdp_compat.checkpoint._blocks import FileFacts
-from fsdp_compat.checkpoint._manifest import (
+from fsdp_compat.checkpoint._formats.manifest import (
     FORMAT,
     MANIFEST,
     FlatGroup,

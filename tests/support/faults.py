@@ -35,7 +35,7 @@ from fsdp_compat import (
 )
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat._comm.same_host.counters import CounterWork
-from fsdp_compat.checkpoint._mailbox import StoreMailbox
+from fsdp_compat.checkpoint._ranks.mailbox import StoreMailbox
 from tests.support.errors import assert_told as assert_all_told
 from tests.support.errors import prompt_message_of
 from tests.support.fully_sharded import OURS, pair_of, shard_all

@@ -31,12 +31,12 @@ from fsdp_compat._comm.divergence.status_store import Answer, StatusStore
 from fsdp_compat._comm.divergence.store_rendezvous import Attempt, StoreRendezvous
 from fsdp_compat._comm.divergence.waits import Activity
 from fsdp_compat._state.units import units_of
-from fsdp_compat.checkpoint._mailbox import StoreMailbox
-from fsdp_compat.checkpoint._named_groups import named_groups
-from fsdp_compat.checkpoint._optimizers import SharedOptimizer
-from fsdp_compat.checkpoint._ranks import Ranks
+from fsdp_compat.checkpoint._live.model import named_groups
+from fsdp_compat.checkpoint._live.optimizers import SharedOptimizer
+from fsdp_compat.checkpoint._live.snapshot import Snapshot
+from fsdp_compat.checkpoint._ranks.mailbox import StoreMailbox
+from fsdp_compat.checkpoint._ranks.ranks import Ranks
 from fsdp_compat.checkpoint._save import _SaveJob
-from fsdp_compat.checkpoint._snapshot import Snapshot
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.models import Block
 from tests.support.programs import launch

@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
+from ..._archive.archive import Unrecognised
+from ..._archive.header import dtype_of
+from ..._archive.texts import parse_json, read_text
 from ..._text import shown
 from ...errors import FsdpCompatError, UsageError
-from .._directory import steps_in
-from .._header import dtype_of
-from .._texts import parse_json, read_text
-from .archive import Unrecognised
+from .._folder.directory import steps_in
 from .convert import FORMATS, convert
 from .difference import diff
 from .inspection import Facts, inspect

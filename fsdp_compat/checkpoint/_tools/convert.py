@@ -14,23 +14,23 @@ from typing import Any
 
 import torch
 
+from ..._archive.archive import Archive, StoredTensor, is_user
+from ..._archive.reader import Files
+from ..._archive.walk import LEFT_OUT, map_leaves
 from ..._progress import progress_bar
 from ..._text import joined
 from ...errors import CheckpointError, UsageError, unusable, wrong_type
 from .._arguments import Rename, renamed, require_arguments, selection
-from .._directory import step_in
-from .._publishing import published, require_free
-from .archive import Archive, StoredTensor, is_user
-from .dcp import is_dcp, write_dcp
-from .flat_files import Shapes
-from .native import write_native
-from .optimizer_tree import name_optimizer
-from .reader import Files
-from .recognition import open_archive, problems_of
-from .safetensors_files import write_safetensors
-from .torch_save import state_dict_of, write_torch
-from .walk import LEFT_OUT, map_leaves
-from .writers import WriteOptions, nbytes_to_write
+from .._folder.directory import step_in
+from .._folder.publishing import published, require_free
+from .._formats.dcp import is_dcp, write_dcp
+from .._formats.flat_files import Shapes
+from .._formats.native import write_native
+from .._formats.optimizer_tree import name_optimizer
+from .._formats.recognition import open_archive, problems_of
+from .._formats.safetensors_files import write_safetensors
+from .._formats.torch_save import state_dict_of, write_torch
+from .._formats.writers import WriteOptions, nbytes_to_write
 
 Names = Mapping[str, str | None] | Sequence[tuple[str, str]] | Callable[[str], str | None]
 

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
+from ..._archive.archive import Archive, StoredTensor
+from ..._archive.reader import SLAB_NBYTES, Files, boxes_of, read, read_box
+from ..._archive.threads import for_each
 from ..._progress import Tick
 from .._arguments import require_arguments
-from .archive import Archive, StoredTensor
+from .._formats.recognition import open_archive
 from .arithmetic import Distance, comparable, distance
 from .inspection import Facts, path_selection, plain_values
-from .reader import SLAB_NBYTES, Files, boxes_of, read, read_box
-from .recognition import open_archive
-from .threads import for_each
 
 _CALL = "checkpoint.files.diff"
 _TEMPORARY_NBYTES = 96  # per element: both values in float64, and what is computed from them

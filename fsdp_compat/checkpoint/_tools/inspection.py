@@ -13,15 +13,15 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..._archive.archive import Archive, Span, StoredPiece, StoredTensor
+from ..._archive.header import dtype_name
+from ..._archive.reader import SLAB_NBYTES, Files, values_of
+from ..._archive.threads import for_each
+from ..._archive.walk import leaves
 from ..._progress import Tick
 from .._arguments import require_arguments, selection
-from .._header import dtype_name
-from .archive import Archive, Span, StoredPiece, StoredTensor
+from .._formats.recognition import open_archive
 from .arithmetic import comparable, extremes_and_mean
-from .reader import SLAB_NBYTES, Files, values_of
-from .recognition import open_archive
-from .threads import for_each
-from .walk import leaves
 
 _CALL = "checkpoint.files.inspect"
 _TEMPORARY_NBYTES = 16  # per element: as stored, and in float64

@@ -8,19 +8,25 @@ import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from ..._archive.archive import Archive, Unrecognised
+from ..._archive.blocks import damaged
+from ..._archive.texts import found_in
 from ..._progress import elapsing
 from ..._text import joined
 from ...errors import CheckpointError
 from .._arguments import require_arguments
-from .._blocks import damaged
-from .._directory import step_in, steps_in
-from .._manifest import MANIFEST
-from .._texts import found_in
-from .archive import Archive, Unrecognised
+from .._folder.directory import step_in, steps_in
+from .._formats.manifest import MANIFEST
+from .._formats.native import files_of_native
+from .._formats.rank_files import TORCH_SUFFIXES
+from .._formats.recognition import (
+    UNFINISHED,
+    open_archive,
+    problems_of,
+    require_lengths,
+    unreadable,
+)
 from .inspection import Facts
-from .native import files_of_native
-from .rank_files import TORCH_SUFFIXES
-from .recognition import UNFINISHED, open_archive, problems_of, require_lengths, unreadable
 
 _SUFFIXES = (*TORCH_SUFFIXES, ".safetensors")
 _NUMBER = re.compile(r"(\d+)\D*$")

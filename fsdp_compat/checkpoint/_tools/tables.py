@@ -18,8 +18,8 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ..._archive.header import dtype_name
 from ..._text import count_of, nbytes_text, shown
-from .._header import dtype_name
 from .difference import Difference
 from .inspection import Inspection, TensorFacts
 from .run_listing import Listing

@@ -12,20 +12,20 @@ from typing import Any
 
 import torch
 
+from ..._archive.archive import Archive, NotRead, Span, StoredTensor, coverage_problem, moved
+from ..._archive.blocks import FileFacts
+from ..._archive.reader import AT_ONCE_NBYTES, Files, boxes_of, read_box, values_of
+from ..._archive.texts import brief
+from ..._archive.threads import for_each
 from ..._progress import Tick
 from ..._text import joined
 from ...errors import CheckpointError, unusable
 from .._arguments import require_arguments
-from .._blocks import FileFacts
-from .._texts import brief
-from .archive import Archive, NotRead, Span, StoredTensor, coverage_problem, moved
+from .._formats.native import files_of_native, native_in
+from .._formats.paths import require_inside
+from .._formats.recognition import open_archive
 from .arithmetic import count_not_finite, count_unequal
 from .inspection import Facts, relative_name
-from .native import files_of_native, native_in
-from .paths import require_inside
-from .reader import AT_ONCE_NBYTES, Files, boxes_of, read_box, values_of
-from .recognition import open_archive
-from .threads import for_each
 
 _CALL = "checkpoint.files.verify"
 

@@ -35,7 +35,7 @@ def parts_of(name: str, grid: Grid) -> tuple[torch.Tensor, list[tuple[str, Any, 
     return values, parts
 
 
-BLOCKS = "fsdp_compat.checkpoint._blocks.BLOCK_NBYTES"
+BLOCKS = "fsdp_compat._archive.blocks.BLOCK_NBYTES"
 dtypes = st.sampled_from([None, torch.float32, torch.bfloat16])
 
 

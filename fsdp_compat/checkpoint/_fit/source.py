@@ -1,0 +1,325 @@
+"""A checkpoint of any format, as a rank loads it: by the model's names, with the reads planned so
+far."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..._archive.archive import (
+    Archive,
+    Checksum,
+    Span,
+    StoredPiece,
+    StoredTensor,
+    is_user,
+    whole_box,
+)
+from ..._archive.blocks import changed_meanwhile
+from ..._archive.reader import Files, Read, read_all, reads_of
+from ..._archive.walk import leaves, map_values
+from ..._engine.state_store import store_of
+from ..._layout.box import Box
+from ..._progress import progress_bar
+from ...errors import CheckpointError
+from .._arguments import Rename, renamed
+from .._formats.flat_files import Shapes
+from .._formats.manifest import MANIFEST, file_name
+from .._formats.native import EXTRA, EXTRA_STATE, NativeCheckpoint
+from .._formats.optimizer_tree import name_optimizer
+from .._formats.rank_merge import sample
+from .._formats.recognition import open_archive
+from .._formats.tree import without_ddp
+from .._live.model import HeldPart
+from .._ranks.ranks import Ranks
+
+_SAMPLED_PARTS = 64  # of a tensor without checksums, so that what one step changes is seen
+
+
+class Source:
+    """What a checkpoint holds, by the names of the model, and what this rank reads of it. Reads are
+    collected first; then ``check`` verifies their checksums, and ``read`` carries them out."""
+
+    def __init__(self, archive: Archive, rename: Rename | None, call: str) -> None:
+        self.archive, self.path = archive, archive.path
+        self.files = Files(archive.checksums, compares_records=False)
+        self.reads: list[Read] = []
+        names = [*archive.tensors, *archive.aliases, *self._extra_state()]
+        self._users = {n: state[None] for n, state in archive.states.items() if is_user(state)}
+        states = [n for n in [*archive.states, *self._state_names()] if n not in self._users]
+        # Names of the model: those of the archive.
+        self._names = {new: old for old, new in renamed(names, rename, call).items()}
+        self._states = {new: old for old, new in renamed(states, rename, call).items()}
+        with_state = {*states}
+        for new, old in self._names.items():
+            if (first := archive.aliases.get(old)) in with_state:
+                self._states.setdefault(new, first)
+
+    def _state_names(self) -> Iterable[str]:
+        groups = self.archive.param_groups or ()
+        return (name for group in groups for name in group["params"])
+
+    # -- what there is
+
+    @property
+    def names(self) -> KeysView[str]:
+        """The names of the model's tensors and extra state."""
+        return self._names.keys()
+
+    def value(self, name: str) -> Any:
+        """Return a StoredTensor, or a module's extra state, by a name of the model."""
+        name = self._names[name]
+        name = self.archive.aliases.get(name, name)
+        tensor = self.archive.tensors.get(name)
+        return self._extra_state()[name] if tensor is None else tensor
+
+    def _extra_state(self) -> dict[str, Any]:
+        found = self.archive.extra.get(EXTRA_STATE)
+        if isinstance(found, dict):
+            return found
+        inside = [value for value in self.archive.extra.values() if isinstance(value, dict)]
+        return {
+            key: value
+            for some in (self.archive.extra, *inside)
+            for key, value in some.items()
+            if isinstance(key, str) and key.rpartition(".")[2] == "_extra_state"
+        }
+
+    def param_groups(self) -> list[dict[str, Any]] | None:
+        """Return the optimizer's groups by the names of the model, or None without an optimizer."""
+        if self.archive.param_groups is None:
+            return None
+        first, names = self.archive.aliases, dict[str, list[str]]()
+        for new, old in self._states.items():
+            names.setdefault(first.get(old, old), []).append(new)
+        with Files(self.archive.checksums) as files:  # settings are used before the others' checks
+            groups = read_all(self.archive.param_groups, files)
+        return [
+            {key: its for key, its in group.items() if key != "param_names"}
+            | {"params": [n for old in group["params"] for n in names.get(first.get(old, old), ())]}
+            for group in groups
+        ]
+
+    def number_optimizer(self, names: Sequence[Sequence[str]]) -> None:
+        """Name the saved optimizer's numbered parameters in this order. Raises CheckpointError."""
+        archive = self.archive
+        groups = archive.param_groups or []
+        sizes = [[len(group["params"]) for group in groups], [len(group) for group in names]]
+        known = {new: self.value(new) for new in self._names}
+        shapes = {n: its.shape for n, its in known.items() if isinstance(its, StoredTensor)}
+        try:
+            if sizes[0] != sizes[1]:
+                raise ValueError(f"groups of {sizes[0]} parameters for groups of {sizes[1]}")
+            name_optimizer(archive, [name for group in names for name in group], shapes)
+        except ValueError as error:
+            raise CheckpointError.of(
+                "The optimizer state is numbered, and does not fit the optimizer.",
+                expected="an optimizer with the same parameters in the same groups and order",
+                got=str(error),
+                where=str(self.path),
+                fix="build the optimizer as it was when it was saved, or pass optimizer=None",
+            ) from error
+        self._states = {name: name for name in [*archive.states, *self._state_names()]}
+
+    def state_of(self, held: HeldPart) -> dict[Any, Any]:
+        """Return the optimizer state of a parameter, by key."""
+        name = self._state_name(held)
+        return {} if name is None else self._state(name)
+
+    def user_states(self) -> dict[str, Any]:
+        """Return the states that belong to no parameter."""
+        return {name: self.planned(value) for name, value in self._users.items()}
+
+    def with_state(self) -> set[str]:
+        """Return the parameters, of formats other than the native one, that have a state."""
+        return {new for new, old in self._states.items() if self.archive.states.get(old)}
+
+    def strange_states(self) -> list[str]:
+        """Return the names, in the model, of optimizer states without a tensor in the archive."""
+        strange = {*self.archive.strange_states}
+        return [new for new, old in self._states.items() if old in strange]
+
+    def _state_name(self, held: HeldPart) -> str | None:
+        return next((self._states[name] for name in held.names if name in self._states), None)
+
+    def _state(self, name: str) -> dict[Any, Any]:
+        return self.archive.states.get(name, {})
+
+    def rank_local_states(self, held: HeldPart) -> dict[Any, Any]:
+        """Return the states that fit only this rank's part of a parameter."""
+        return {}
+
+    def extra(self, ranks: Ranks) -> Any:
+        """Return everything that is neither model nor optimizer: None if there is nothing."""
+        values = {key: value for key, value in self.archive.extra.items() if key != EXTRA_STATE}
+        return values.get(EXTRA) if values.keys() == {EXTRA} else values or None
+
+    def left_out(self) -> list[str]:
+        """Return what was not saved, according to what was read so far."""
+        return []
+
+    # -- what is read
+
+    def plan(
+        self,
+        tensor: StoredTensor,
+        boxes: Iterable[tuple[Box, torch.Tensor]],
+        through: torch.dtype | None = None,
+    ) -> None:
+        """Read boxes of a tensor to their places."""
+        for box, target in boxes:
+            self.reads += reads_of(tensor, box, target, through)
+
+    def plan_zeros(self, target: torch.Tensor) -> None:
+        self.reads.append(Read(torch.zeros((), dtype=target.dtype), target.dtype, target))
+
+    def planned(self, value: Any) -> Any:
+        """Return a value with memory in place of stored tensors, which will be read into it."""
+        return map_values(value, self._target)
+
+    def _target(self, leaf: Any) -> Any:
+        if not isinstance(leaf, StoredTensor):
+            return leaf
+        target = torch.empty(leaf.shape, dtype=leaf.dtype)
+        self.reads += reads_of(leaf, whole_box(leaf.shape), target)
+        return target.numpy() if leaf.is_array else target
+
+    def copy(self) -> tuple[str, int, int]:
+        """Return the name of this rank's copy of the files, of which inode times cannot be copied;
+        and the bytes of the zip records to read, and of all."""
+        paths = {piece.path for piece in self._pieces() if piece.path is not None}
+        facts = map(os.stat, sorted({self.path, *paths}))
+        name = repr([(its.st_ino, its.st_size, its.st_mtime_ns, its.st_ctime_ns) for its in facts])
+        own = sum(each.nbytes for _, each in self._records_to_read())
+        total = sum(nbytes for nbytes, *_ in self._records_of_all())
+        return hashlib.sha256(name.encode()).hexdigest(), own, total
+
+    def check(self, number: int, copies: Sequence[tuple[str, int, int]], shown: bool) -> str:
+        """Compare the checksums of all blocks to read. Of zip records, compare those to read or, if
+        that is less, a share of all: the other ranks with this copy of the files, by ``copies``,
+        compare the rest. Return what tells the content of several copies apart."""
+        alike = [rank for rank, (name, *_) in enumerate(copies) if name == copies[number][0]]
+        shares = max(copies[rank][1] for rank in alike) * len(alike) > copies[number][2]
+        records = self._records_to_read()
+        if shares:
+            of_all = self._records_of_all()
+            own = sorted(of_all)[alike.index(number) :: len(alike)]
+            records = _records(of_all[each].source for each in own)
+        total = self.files.nbytes_to_check(self.reads) + sum(each.nbytes for _, each in records)
+        with progress_bar(shown and total > 0, f"check {self._title}", total) as tick:
+            self.files.check(self.reads, tick)
+            for path, checksum in records:
+                self.files.compare(path, checksum, tick)
+        return self._content() if len(alike) < len(copies) else ""
+
+    def _content(self) -> str:
+        """Return a digest of all plain values, and of the checksums or a sample of tensors."""
+        its, digest = self.archive, hashlib.sha256()
+        for leaf in leaves([its.tensors, its.aliases, its.states, its.param_groups, its.extra]):
+            value: Any = leaf[1]
+            if isinstance(value, StoredTensor):
+                found = [getattr(piece.source, "checksum", None) for piece in value.pieces]
+                known: Any = [each.crc32 for each in found if each]
+                known = known if all(found) else sample(value, self.files, _SAMPLED_PARTS)
+                value = value.dtype, value.shape, [piece.box for piece in value.pieces], known
+            elif isinstance(value, io.BytesIO):
+                value = value.getvalue()
+            elif isinstance(value, (set, frozenset)):
+                value = sorted(map(repr, value))
+            digest.update(repr((leaf[0], value)).encode())
+        return digest.hexdigest()
+
+    def _pieces(self) -> Iterator[StoredPiece]:
+        return (piece for _, each in self.archive.all_tensors() for piece in each.pieces)
+
+    def _records_of_all(self) -> dict[Any, StoredPiece]:
+        """Return a piece of each zip record and unopened chunk, by what they are to all ranks."""
+        return {piece.record: piece for piece in self._pieces() if piece.record is not None}
+
+    def _records_to_read(self) -> list[tuple[Path, Checksum]]:
+        return _records(each.source for each in self.reads)
+
+    def read(self, shown: bool) -> None:
+        """Read everything. Raises CheckpointError if the files changed after ``check``."""
+        total = sum(each.target.numel() * each.dtype.itemsize for each in self.reads)
+        with progress_bar(shown, f"load {self._title}", total) as tick, self.files:
+            try:
+                self.files.read(self.reads, tick, anew=True)
+            except CheckpointError as error:
+                raise changed_meanwhile(error, self.path) from error
+        self.reads.clear()
+
+    @property
+    def _title(self) -> str:
+        return "weights" if self.archive.step is None else f"step {self.archive.step}"
+
+
+class NativeSource(Source):
+    """A native checkpoint. Of its files, a rank reads the heads of those that hold its own part."""
+
+    def __init__(self, path: Path, rename: Rename | None, call: str) -> None:
+        self._checkpoint = NativeCheckpoint(path)
+        super().__init__(self._checkpoint.outline(), rename, call)
+
+    def copy(self) -> tuple[str, int, int]:
+        return self._content(), 0, 0  # there are no zip records
+
+    def _content(self) -> str:
+        return self._checkpoint.manifest.identity
+
+    def _state_names(self) -> Iterable[str]:
+        common = self._checkpoint.head(self._checkpoint.manifest.common)
+        return (*common.other_states, *super()._state_names())
+
+    def _state(self, name: str) -> dict[Any, Any]:
+        return self._checkpoint.state_of(name)
+
+    def rank_local_states(self, held: HeldPart) -> dict[Any, Any]:
+        name = self._state_name(held)
+        if name is None:
+            return {}
+        is_flattened = held.place is not None and store_of(held.place[0].group).is_flattened
+        share = held if held.place is not None else None
+        return self._checkpoint.rank_local_states(name, share, is_flattened)
+
+    def extra(self, ranks: Ranks) -> Any:
+        manifest = self._checkpoint.manifest
+        number = ranks.number if len(manifest.files) == ranks.count else 0
+        return self._checkpoint.extra_of(manifest.common if manifest.shares_extra else number)
+
+    def left_out(self) -> list[str]:
+        return self._checkpoint.left_out()
+
+
+def _records(sources: Iterable[Any]) -> list[tuple[Path, Checksum]]:
+    """Return the zip records of spans, each once, the smallest first."""
+    spans = (each for each in sources if isinstance(each, Span))
+    found = {(each.path, each.checksum) for each in spans if each.checksum}
+    return sorted(found, key=lambda each: (each[1].nbytes, each[0], each[1].start))
+
+
+def open_source(
+    path: Path,
+    shapes: Callable[[], Shapes],
+    rename: Rename | None,
+    ignore_class: Collection[str],
+    call: str,
+) -> Source:
+    """Return the checkpoint at a path. shapes: of the model, for formats without."""
+    path = path.parent if path.name == MANIFEST else path
+    is_native = (path / MANIFEST).exists() or (path / file_name(0)).exists()
+    if is_native or not path.exists():  # which raises
+        return NativeSource(path, rename, call)
+    known = shapes()
+    archive = open_archive(path, known, ignore_class, keep_module=True)
+    source = Source(archive, rename, call)
+    if not source.names & known.entries.keys():
+        without_ddp(archive)
+        source = Source(archive, rename, call)
+    return source

@@ -1,0 +1,1 @@
+"""How the ranks of a save or a load agree, or all raise."""
