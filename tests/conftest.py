@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -19,6 +20,10 @@ from tests.support.sampling import EXTENT
 # The first example that calls run_ranks starts processes, which takes longer than any deadline.
 settings.register_profile("fsdp_compat", deadline=None)
 settings.load_profile("fsdp_compat")
+
+# Workers, ranks and programs read the bytecode of the first process that has imported a module.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 @pytest.hookimpl(optionalhook=True)
