@@ -125,8 +125,8 @@ class Launcher:
 @functools.cache
 def _shared() -> Launcher:
     """Ends with this process."""
-    names = "fully_sharded_data_parallel", "checkpoint"
-    return Launcher("torch._dynamo", *(f"fsdp_compat.{name}" for name in names))
+    names = "faults", "hosts", "killed_saves", "warm"
+    return Launcher(*(f"tests.support.{name}" for name in names))
 
 
 def launch(
