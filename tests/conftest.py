@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -21,8 +20,7 @@ from tests.support.sampling import EXTENT
 settings.register_profile("fsdp_compat", deadline=None)
 settings.load_profile("fsdp_compat")
 
-# Workers, ranks and programs read the bytecode of the first process that has imported a module.
-sys.dont_write_bytecode = False
+# Workers and their ranks and programs read the bytecode of the first one that imports a module.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 

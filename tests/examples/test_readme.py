@@ -281,8 +281,7 @@ def test_all_recipes_run_in_one_folder_and_some_resume(tmp_path: Path) -> None:
 
 # The ranks are forks instead of processes that import torch.
 TESTS = """
-import functools, os, pytest, sys
-import torch.multiprocessing as mp
+import functools, os, pytest, sys, torch.multiprocessing as mp
 os.chdir(sys.argv[1])
 mp.spawn = functools.partial(mp.start_processes, start_method="fork")
 sys.exit(pytest.main(["-q", "test_sharded.py"]))

@@ -1,6 +1,5 @@
-"""Saves in which one process is killed.
-
-``main`` prints the outcome of each, and the errors of the ranks that were waiting for a killed one.
+"""Saves in which one process is killed. ``main`` prints the outcome of each, and the errors of
+ranks that were waiting for a killed one.
 
 Two ranks, forked from a process that has imported everything, load the newest checkpoint, check its
 values, and save the next step: every value is the number of the step. One of them is killed before

@@ -1,6 +1,5 @@
 """Run a script as several processes that exit like any program, at the cost of one import of torch:
-one interpreter imports it, and forks a process for each list of arguments. All that they do not do
-is to tear down the modules, which takes a fork a quarter of a second.
+one interpreter imports it, and forks a process for each list of arguments.
 
     ended = launch(SOURCE, [["0", "path"], ["1", "path"]], folder)"""
 
@@ -21,7 +20,8 @@ from tests.support.time_limit import limit_s
 
 ROOT = Path(__file__).parents[2]
 
-# The forked processes leave the loop and end with the interpreter.
+# The forked processes leave the loop and end with the interpreter. It tears down no modules: that
+# takes a fork a quarter of a second.
 _LAUNCHER = """
 import atexit, gc, importlib, json, os, sys
 _status = None
@@ -29,7 +29,6 @@ _status = None
 def _end():
     if _status is not None:
         sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(_status)
 for _name in sys.argv[1:]:
     importlib.import_module(_name)
@@ -56,14 +55,12 @@ for _fd, _name in enumerate(_files):
     os.dup2(os.open(_name, os.O_RDWR | os.O_CREAT | os.O_TRUNC), _fd)
 sys.argv[1:] = _argument
 os.environ.update(_environment)
-_status = 0
+_status = 1
 try:
     exec(compile(_source, "<program>", "exec"))
+    _status = 0
 except SystemExit as _exit:
-    _status = int(bool(_exit.code)) if not isinstance(_exit.code, int) else _exit.code
-    raise
-except BaseException:
-    _status = 1
+    _status = _exit.code if isinstance(_exit.code, int) else int(bool(_exit.code))
     raise
 """
 

@@ -13,9 +13,8 @@ from fsdp_compat import FullyShardedDataParallel as FSDP
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 _model = FSDP(nn.Linear(2, 2))
-_optimizer = torch.optim.SGD(_model.parameters(), lr=0.0, momentum=0.9)
 _model(torch.ones(1, 2)).sum().backward()
-_optimizer.step()
-del _model, _optimizer
+torch.optim.SGD(_model.parameters(), lr=0.0, momentum=0.9).step()
+del _model  # with its group, which has threads
 gc.collect()
 dist.destroy_process_group()
