@@ -20,6 +20,9 @@ from tests.support.sampling import EXTENT
 settings.register_profile("fsdp_compat", deadline=None)
 settings.load_profile("fsdp_compat")
 
+# Workers and their ranks and programs read the bytecode of the first one that imports a module.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:

@@ -12,19 +12,20 @@ from pathlib import Path
 import pytest
 
 from tests.support.killed_saves import CASES, EVERY
-from tests.support.programs import python
+from tests.support.programs import launch
 from tests.support.same_host import NOT_MAPPED
-from tests.support.time_limit import limit_s
+
+PROGRAM = "import sys; from tests.support.killed_saves import main; main(sys.argv[1])"
 
 
 @pytest.mark.slow
 def test_a_killed_save_leaves_a_checkpoint_that_loads_and_waiting_ranks_get_its_name(
     tmp_path: Path,
 ) -> None:
-    program = ("-m", "tests.support.killed_saves", tmp_path)
     # NOT_MAPPED: each rank has a part of each parameter
-    ran = python(*program, timeout=limit_s(500), **NOT_MAPPED)
-    ([*saves, load], told), err = json.loads(ran.stdout.splitlines()[-1]), ran.stderr
+    (ran,) = launch(PROGRAM, [[tmp_path]], tmp_path, **NOT_MAPPED)
+    assert ran.code == 0, ran.err
+    ([*saves, load], told), err = json.loads(ran.out.splitlines()[-1]), ran.err
     assert all(save["well"] for save in (*saves, load)), err
     newest = None
     for save in saves:

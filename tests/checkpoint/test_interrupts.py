@@ -13,7 +13,7 @@ from fsdp_compat import checkpoint
 from fsdp_compat.checkpoint._ranks import processes
 from fsdp_compat.errors import StateError
 from tests.support.checkpoints import before_writes, toy
-from tests.support.programs import Launcher
+from tests.support.programs import launch
 from tests.support.ranks import on_ranks
 
 
@@ -109,9 +109,7 @@ def test_programs_end_when_their_saves_are_complete_or_have_failed(tmp_path: Pat
     failed ends while others are still writing."""
     whats = ("saves", "ignores_a_full_disk", "waits_for_a_full_disk", "fails", "fails")
     arguments = [(what, tmp_path / what, n - 3) for n, what in enumerate(whats)]
-    launcher = Launcher("fsdp_compat.fully_sharded_data_parallel", "tests.support.checkpoints")
-    saves, ignores, waits, first, second = launcher.run(PROGRAM, arguments, tmp_path)
-    launcher.close()
+    saves, ignores, waits, first, second = launch(PROGRAM, arguments, tmp_path)
     assert saves.code == 0 and "Error" not in saves.err, saves.err
     path = checkpoint.latest(tmp_path / "saves")
     assert path is not None

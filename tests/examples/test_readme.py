@@ -9,7 +9,6 @@ import io
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,10 +30,9 @@ from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.checkpoint.tools.program import run as run_command
 from tests.support.api_page import PAGE, page_text
 from tests.support.models import Block, Stack
-from tests.support.programs import Launcher
+from tests.support.programs import Launcher, launch
 from tests.support.ranks import run_ranks
 from tests.support.sampling import sample
-from tests.support.time_limit import limit_s
 
 ROOT = Path(__file__).parents[2]
 
@@ -281,21 +279,22 @@ def test_all_recipes_run_in_one_folder_and_some_resume(tmp_path: Path) -> None:
     run_ranks(2, _run_recipes, str(tmp_path), "default=")  # these resume
 
 
+# The ranks are forks instead of processes that import torch.
+TESTS = """
+import functools, os, pytest, sys, torch.multiprocessing as mp
+os.chdir(sys.argv[1])
+mp.spawn = functools.partial(mp.start_processes, start_method="fork")
+sys.exit(pytest.main(["-q", "test_sharded.py"]))
+"""
+
+
 def test_programs_and_tests_run_without_torchrun(tmp_path: Path) -> None:
     test, alone = ALONE_OR_SPAWNED
-    (tmp_path / "alone.py").write_text(alone)
     (tmp_path / "test_sharded.py").write_text(test)
-    for command in (["alone.py"], ["-m", "pytest", "-q", "test_sharded.py"]):
-        ended = subprocess.run(
-            [sys.executable, *command],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=limit_s(),
-            check=False,
-        )
-        assert ended.returncode == 0, ended.stdout + ended.stderr
+    for source in (alone, TESTS):
+        (ended,) = launch(source, [[tmp_path]], tmp_path)
+        assert ended.code == 0, ended
+    assert "1 passed" in ended.out
 
 
 def test_every_block_has_a_test() -> None:

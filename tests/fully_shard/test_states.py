@@ -126,9 +126,6 @@ def test_torchs_state_dict_functions_broadcast_whole_states_from_the_first_rank(
         assert torch.equal(found[name], weights[name]), name
 
 
-# -- checkpoints of torch.distributed.checkpoint
-
-
 # -- FullyShardedDataParallel's functions
 
 

@@ -189,9 +189,6 @@ def test_a_fresh_process_reads_files_with_weights_only(tmp_path: Path) -> None:
     assert json.loads(done.stdout.splitlines()[-1]) == expected
 
 
-# --- asynchronous saves ---------------------------------------------------------------------------
-
-
 # --- local shards replaced by user code ------------------------------------------------------
 
 

@@ -1,8 +1,5 @@
-"""Saves in which one process is killed.
-
-    python -m tests.support.killed_saves FOLDER
-
-prints the outcome of each, and the errors of the ranks that were waiting for a killed one.
+"""Saves in which one process is killed. ``main`` prints the outcome of each, and the errors of
+ranks that were waiting for a killed one.
 
 Two ranks, forked from a process that has imported everything, load the newest checkpoint, check its
 values, and save the next step: every value is the number of the step. One of them is killed before
@@ -16,7 +13,6 @@ import datetime
 import json
 import os
 import signal
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -98,9 +94,6 @@ def _load(folder: str, model: FSDP, optimizer: torch.optim.Optimizer) -> None:
 
 
 def resumed(folder: str) -> list[dict[str, Any]]:
-    warm = nn.Parameter(torch.ones(1))  # the first step imports many modules
-    warm.grad = torch.ones(1)
-    torch.optim.SGD([warm], lr=0.0, momentum=0.9).step()
     found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
         for step, victim in enumerate([*VICTIMS, {}]):  # the last pair of ranks only loads
@@ -193,7 +186,5 @@ def survivors(folder: str) -> list[Any]:
         return [json.loads(line) for line in lines]
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    folder = sys.argv[1]
+def main(folder: str) -> None:
     print(json.dumps([resumed(f"{folder}/resumed"), survivors(f"{folder}/survivors")]))

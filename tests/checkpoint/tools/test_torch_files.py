@@ -65,9 +65,6 @@ def test_tensors_with_attributes_without_values_and_of_one_storage_are_read(tmp_
     assert content.facts.values["extra/meta"].endswith("ithout values>")
 
 
-# -- files that torch has not written
-
-
 # -- writing
 
 

@@ -201,9 +201,6 @@ def test_modules_are_wrapped_one_after_the_other_and_load_states_from_before() -
     twins.assert_equal("after loading")
 
 
-# -- values that users write into parameters
-
-
 # -- without original parameters
 
 

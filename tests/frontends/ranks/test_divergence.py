@@ -36,7 +36,7 @@ from tests.support.fully_sharded import OURS, shard_all
 from tests.support.models import DIM, Block
 from tests.support.pairwise import each_value
 from tests.support.parity import Pair, make_pair, seeded
-from tests.support.programs import Launcher
+from tests.support.programs import launch
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.same_host import COPIED, MAPPED, MESSAGES, NOT_MAPPED, mapped_or_sent
 
@@ -551,25 +551,16 @@ finally:
 """
 
 
-@pytest.fixture(scope="module")
-def launcher() -> Iterator[Launcher]:
-    imports = "torch._dynamo", "fsdp_compat.fully_sharded_data_parallel", "tests.support.hosts"
-    with contextlib.closing(Launcher(*imports, "tests.support.errors")) as launcher:
-        yield launcher
-
-
 @pytest.mark.xfail(strict=True, reason="failures of a host's other connections are not asked for")
-def test_rank_that_is_gone_is_noticed_on_every_host_of_several_ranks(
-    launcher: Launcher, tmp_path: Path
-) -> None:
+def test_rank_that_is_gone_is_noticed_on_every_host_of_several_ranks(tmp_path: Path) -> None:
     path = tmp_path / "store"
     arguments = [(rank, path, "killed", "0011", "messages", 4) for rank in range(4)]
-    launcher.run(LOST, arguments, tmp_path)
+    launch(LOST, arguments, tmp_path)
     assert not Path(f"{path}.late").exists()
 
 
 def test_rank_that_is_gone_is_named_on_every_host_even_if_its_connections_are_open(
-    launcher: Launcher, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     raised = r"ended with KeyError: 'no such file'"
     forward = r"Waiting for the parameters of the root unit \(a Linear\) failed: "
@@ -588,7 +579,7 @@ def test_rank_that_is_gone_is_named_on_every_host_even_if_its_connections_are_op
         for fate, how in told
         for rank in range(3)
     ]
-    ended = launcher.run(LOST, arguments, tmp_path)
+    ended = launch(LOST, arguments, tmp_path)
     assert not [*tmp_path.glob("*.late")]
     for number, facts in enumerate(told.values()):
         *others, lost = ended[3 * number : 3 * number + 3]

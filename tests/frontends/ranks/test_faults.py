@@ -44,7 +44,7 @@ from tests.support.faults import (
     rank0_only,
     within,
 )
-from tests.support.programs import ROOT, Launcher
+from tests.support.programs import ROOT, launch
 from tests.support.ranks import on_ranks
 
 HERE = re.escape(str(ROOT / "tests"))
@@ -271,13 +271,12 @@ SOURCE = "import sys; from tests.support.faults import meet_fate; meet_fate(*sys
 def test_a_killed_rank_fails_the_others_for_good_and_a_stopped_one_is_waited_for(
     tmp_path: Path,
 ) -> None:
-    launcher, ranks, codes = Launcher("tests.support.faults", **LIMITS), [], []
+    ranks, codes = [], []
     for title, (fate, _, num_ranks) in cases().items():
         (tmp_path / title).mkdir()
         ranks += [(rank, title, tmp_path / title) for rank in range(num_ranks)]
         codes += [0] * (num_ranks - 1) + [-signal.SIGKILL if fate is is_killed else 0]
-    ended = launcher.run(SOURCE, ranks, tmp_path)
-    launcher.close()
+    ended = launch(SOURCE, ranks, tmp_path, **LIMITS)
     wrong = [
         f"{title}: rank {rank} ended with {each.code}\n{each.err}"
         for (rank, title, _), code, each in zip(ranks, codes, ended, strict=True)

@@ -353,7 +353,4 @@ def test_a_loss_in_a_list_is_an_error_where_it_cannot_work(
         sgd(model.parameters()).step()
 
 
-# -- evaluation
-
-
 # -- several models
