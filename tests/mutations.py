@@ -113,7 +113,7 @@ BREAKS = (
     ),
     Break(
         "flat parameters converted without shapes",
-        "known = Shapes({}) if shapes is None else shapes",
+        'known = Archive(path, "", {}) if shapes is None else shapes',
         "known = shapes",
         "tests/checkpoint/tools/test_rank_files.py -k stays_flat",
     ),

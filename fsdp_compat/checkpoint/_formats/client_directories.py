@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,10 @@ from ..._archive.blocks import damaged
 from ..._archive.texts import brief, count_in, found_in, parse_json, read_text
 from ...errors import CheckpointError
 from .dcp import is_dcp, read_dcp
-from .flat_files import Shapes
 from .paths import member, require_inside
 from .rank_files import read_rank_files, read_torch_save
 from .safetensors_files import read_safetensors
-from .torch_save import read_torch_file
+from .torch_save import ReadOptions, read_torch_file
 from .tree import archive_of
 
 _INDEX = r"(?:_(?P<index>\d{1,4}))?"
@@ -41,9 +40,7 @@ _BESIDE_DCP = {"meta.pt": "Fabric", "common.pt": "Megatron-FSDP"}  # or Lightnin
 _Parts = dict[str, list[Path]]
 
 
-def read_client_directory(
-    path: Path, shapes: Shapes | None = None, ignore_class: Collection[str] = ()
-) -> Archive | None:
+def read_client_directory(path: Path, options: ReadOptions) -> Archive | None:
     """Return what a directory of one of these libraries holds; None if it is not one.
 
     - Accelerate, and the Trainer's ``checkpoint-500``: each model and optimizer as FULL
@@ -52,10 +49,9 @@ def read_client_directory(
     - Lightning and Fabric: ``.metadata`` and ``meta.pt``; Megatron-FSDP: ``common.pt``
 
     Schedulers, scalers and registered objects are in ``extra``; the state of single processes, such
-    as random numbers, is named in ``left_out``. ignore_class: as for ``inspect``. Raises
-    CheckpointError and OSError."""
+    as random numbers, is named in ``left_out``. Raises CheckpointError and OSError."""
     if is_dcp(path):
-        return _with_values_beside(path, ignore_class)
+        return _with_values_beside(path, options)
     names = sorted(os.listdir(path))
     parts, plain = _fsdp_parts(path, names), _plain_models(path, names)
     has_models = any(key.startswith("model") for key in parts)
@@ -66,7 +62,7 @@ def read_client_directory(
     world_sizes, left_out = [0], list[str]()
     used = parts if has_models else {**plain, **parts}
     for key in sorted(used, key=lambda key: (len(key), key)):
-        found = _read(used[key], shapes, ignore_class)
+        found = _read(used[key], options)
         inside = found.tree.get(key.partition("_")[0]) if isinstance(found.tree, dict) else None
         sections[key] = inside if isinstance(inside, dict) else found.tree
         world_sizes.append(found.world_size or 0)
@@ -77,31 +73,31 @@ def read_client_directory(
     kind = "Trainer" if _TRAINER_STATE in names else "Accelerate"
     archive = archive_of(Content(path, kind, sections, max(world_sizes) or None, left_out))
     archive.as_saved = None  # the files are several
-    _add_values(archive, path, names, ignore_class)
+    _add_values(archive, path, names, options)
     return archive
 
 
 # -- Lightning, Fabric, Megatron-FSDP
 
 
-def _with_values_beside(path: Path, ignore_class: Collection[str]) -> Archive | None:
+def _with_values_beside(path: Path, options: ReadOptions) -> Archive | None:
     """Return a torch.distributed.checkpoint with a file of plain values, or None without it."""
     name = next((name for name in _BESIDE_DCP if (path / name).is_file()), None)
     if name is None:
         return None
     content = read_dcp(path)
     left_out = [*content.left_out]
-    values = _torch_values(member(path, name), left_out, ignore_class)
+    values = _torch_values(member(path, name), left_out, options)
     values = values if isinstance(values, dict) else {"values": values}
     kind = "Lightning" if "pytorch-lightning_version" in values else _BESIDE_DCP[name]
     tree = {**values, **content.tree}
     return archive_of(content._replace(kind=kind, tree=tree, left_out=left_out))
 
 
-def _torch_values(path: Path, left_out: list[str], ignore_class: Collection[str]) -> Any:
+def _torch_values(path: Path, left_out: list[str], options: ReadOptions) -> Any:
     """Return the values of a torch.save file; if they are refused, {} with a note."""
     try:
-        return read_torch_file(path, ignore_class=ignore_class)
+        return read_torch_file(path, options.ignore_class)
     except CheckpointError as error:
         left_out.append(f"{path.name}: {found_in(error)}")
         return {}
@@ -148,26 +144,24 @@ def _plain_models(path: Path, names: Iterable[str]) -> _Parts:
     return found
 
 
-def _read(files: list[Path], shapes: Shapes | None, ignore_class: Collection[str]) -> Content:
+def _read(files: list[Path], options: ReadOptions) -> Content:
     """Return one model or optimizer."""
     first = files[0]
     if first.is_dir():
         return read_dcp(first)
     if len(files) > 1 or "_rank" in first.name:
-        return read_rank_files(files, shapes, ignore_class)
+        return read_rank_files(files, options)
     if ".safetensors" in first.name:
         return read_safetensors(first)
-    return read_torch_save(first, shapes, ignore_class)
+    return read_torch_save(first, options)
 
 
-def _add_values(
-    archive: Archive, path: Path, names: Iterable[str], ignore_class: Collection[str]
-) -> None:
+def _add_values(archive: Archive, path: Path, names: Iterable[str], options: ReadOptions) -> None:
     """Enter the step and the plain values beside model and optimizer."""
     for name in names:
         if match := _VALUES.fullmatch(name):
             file = require_inside(path, path / name)
-            values = _torch_values(file, archive.left_out, ignore_class)
+            values = _torch_values(file, archive.left_out, options)
             if values != {}:
                 archive.extra[match[1]] = values
         elif _OF_ONE_PROCESS.fullmatch(name):

@@ -28,8 +28,7 @@ from ..._archive.archive import (
     Span,
     StoredPiece,
     StoredTensor,
-    coverage_problem,
-    whole_box,
+    of_parts,
 )
 from ..._archive.blocks import damaged, new_file, sync_directory
 from ..._archive.header import TensorInfo, is_quantized, read_header
@@ -124,7 +123,7 @@ def _entries_of(path: Path) -> Iterator[_Entry]:
     try:
         with open(open_file(path), "rb") as file:
             content = file.read()  # of any length: only a small file must not ask for much
-        found = unpickle(content, path, max_nbytes=len(content))
+        found = unpickle(content, path)
         if not found.name.endswith(".Metadata"):
             raise ValueError(f"a {found.name}")
         places = {}
@@ -155,7 +154,7 @@ def _described(
     """Return dtype, shape and places of an entry."""
     kind = facts.name.rpartition(".")[2]
     if kind == "BytesStorageMetadata":
-        return None, (), {whole_box(()): places[name, None]}
+        return None, (), {Box.of_whole(()): places[name, None]}
     if kind != "TensorStorageMetadata":
         raise ValueError(f"{name!r} is a {facts.name:.100}")
     properties = facts.fields["properties"]
@@ -206,7 +205,7 @@ def _span_in(
             descriptor = opened.fileno()
             if os.pread(descriptor, len(ZIP), place.start) == ZIP:
                 found = read_torch_range(descriptor, file.path, place.start, place.nbytes)
-    is_tensor = isinstance(found, StoredTensor)
+    is_tensor = type(found) is StoredTensor  # not a part of one
     if not is_tensor or (found.dtype, found.shape) != (dtype, shape):
         text = f"{found.dtype} of shape {list(found.shape)}" if is_tensor else "not a tensor"
         raise _damaged(
@@ -231,11 +230,12 @@ class _Directory:
         name, _, dtype, shape, places = entry
         if dtype is None:
             return self._plain_value(name, *places.values())
-        if problem := coverage_problem(shape, [*places]):
-            got = f"{name!r}, of shape {list(shape)}: {problem}"
-            raise _damaged(self._path, got)
-        pieces = (self._piece(name, dtype, box, place) for box, place in places.items())
-        return StoredTensor(name, dtype, shape, tuple(pieces))
+        pieces = [self._piece(name, dtype, box, place) for box, place in places.items()]
+        try:
+            return of_parts(name, dtype, shape, pieces)
+        except ValueError as error:
+            got = f"{name!r}, of shape {list(shape)}: {error}"
+            raise _damaged(self._path, got) from error
 
     def _plain_value(self, name: str, place: _FileRange) -> Any:
         path = self._file(place).path
@@ -420,7 +420,7 @@ def _is_nested(value: Any) -> bool:
 def _boxes(tensor: StoredTensor, options: WriteOptions) -> Iterator[tuple[int, Box]]:
     """Yield the chunks of a tensor with their ranks, which hold rows as torch.chunk cuts them."""
     if not tensor.shape or not tensor.numel:
-        yield 0, whole_box(tensor.shape)
+        yield 0, Box.of_whole(tensor.shape)
         return
     rows, *rest = tensor.shape
     share = -(-rows // options.world_size)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from ..._archive.archive import NotRead, StoredTensor, of_memory
-from ..._archive.texts import MAX_TEXT_NBYTES, brief
+from ..._archive.texts import brief
 from ...errors import CheckpointError
 
 _MAX_DEPTH = 128
@@ -106,29 +106,25 @@ def refused(
 
 
 def unpickled(
-    data: bytes | io.BytesIO,
+    data: bytes,
     where: Path,
     persistent: Callable[[Any], Any] | None = None,
+    ignore_class: Collection[str] = (),
     *,
     table: Table,
-    ignore_class: Collection[str] = (),
-    max_nbytes: int = MAX_TEXT_NBYTES,
 ) -> Any:
     """Return the value of one pickle: plain containers and values, with StoredTensor, RankPart,
     Record (metadata of dcp) and Ignored as leaves. Sizes become tuples, devices and paths texts,
-    time spans seconds, namespaces dicts, arrays tensors. Reads a stream no further. persistent:
-    returns the storage of an id. ignore_class: full names of classes. Raises CheckpointError for
-    any name that is not in the table, and for damage."""
+    time spans seconds, namespaces dicts, arrays tensors. persistent: returns the storage of an id.
+    ignore_class: full names of classes. Raises CheckpointError for any name that is not in the
+    table, and for damage."""
     with refusing(where):
-        stream = io.BytesIO(data) if isinstance(data, bytes) else data
-        if (nbytes := stream.getbuffer().nbytes) > max_nbytes:
-            raise Refused(f"more than {max_nbytes} bytes of values that are not tensors")
         if getattr(copyreg, "_extension_cache", None):
             raise Refused("names that this program has registered with copyreg.add_extension")
-        unpickler = _Unpickler(stream, where, table, ignore_class)
+        unpickler = _Unpickler(data, where, table, ignore_class)
         if persistent is not None:
             unpickler.persistent_load = persistent  # type: ignore[method-assign]
-        return _Values(max(_MAX_VALUES, nbytes)).of(unpickler.load())
+        return _Values(max(_MAX_VALUES, len(data))).of(unpickler.load())
 
 
 # -- what the Unpickler makes
@@ -197,9 +193,9 @@ def _with_attributes(function: Any, kind: Any, args: Any, state: Any) -> StandIn
 
 class _Unpickler(pickle.Unpickler):
     def __init__(
-        self, file: io.BytesIO, where: Path, table: Table, ignore_class: Collection[str]
+        self, data: bytes, where: Path, table: Table, ignore_class: Collection[str]
     ) -> None:
-        super().__init__(file, encoding="utf-8")  # of the texts of Python 2
+        super().__init__(io.BytesIO(data), encoding="utf-8")  # of the texts of Python 2
         self._where, self._table, self._ignored = where, table, ignore_class
         self._known: dict[str, Any] = {
             "builtins.getattr": _Function(self._inside),

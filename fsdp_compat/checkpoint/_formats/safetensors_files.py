@@ -20,8 +20,8 @@ from ..._archive.archive import (
     Span,
     StoredPiece,
     StoredTensor,
-    coverage_problem,
-    whole_box,
+    in_one_piece,
+    of_parts,
 )
 from ..._archive.blocks import damaged
 from ..._archive.header import METADATA, TensorInfo, encode_header, is_known, read_header
@@ -49,8 +49,7 @@ def span_of(info: TensorInfo, path: Path) -> Span:
 
 def of_info(info: TensorInfo, path: Path) -> StoredTensor:
     """Return a tensor of a safetensors file."""
-    pieces = (StoredPiece(whole_box(info.shape), span_of(info, path)),)
-    return StoredTensor(info.name, info.dtype, info.shape, pieces)
+    return in_one_piece(info.name, info.dtype, info.shape, span_of(info, path))
 
 
 def read_safetensors(path: Path) -> Content:
@@ -141,7 +140,7 @@ def is_sharded_safetensors(path: Path) -> bool:
 def read_sharded_safetensors(path: Path) -> Content:
     """Return the content. A missing last file may go unnoticed: shapes follow from parts."""
     files = sorted(filter(None, map(_SHARD.fullmatch, os.listdir(path))), key=lambda each: each[0])
-    parts: dict[str, dict[Box, StoredPiece]] = {}
+    parts: dict[str, list[StoredPiece]] = {}
     infos: dict[str, TensorInfo] = {}
     for file in files:
         header, metadata = read_header(member(path, file[0]))
@@ -154,19 +153,20 @@ def read_sharded_safetensors(path: Path) -> Content:
                 if info.dtype != first.dtype or len(dims) > 1:
                     raise ValueError(f"{name!r}: {first.dtype}, and {box} of {info.dtype}")
                 piece = StoredPiece(box, span_of(info, path / file[0]), int(file[1]) - 1)
-                parts.setdefault(name, {})[box] = piece
+                parts.setdefault(name, []).append(piece)
         except (ValueError, TypeError, LookupError) as error:
             raise damaged(
                 path / file[0], "parts of tensors, with their offsets", brief(error)
             ) from error
     tree = {}
     for name, pieces in parts.items():
-        ends = (map(int.__add__, box.offsets, box.sizes) for box in pieces)
+        ends = (map(int.__add__, piece.box.offsets, piece.box.sizes) for piece in pieces)
         shape = tuple(map(max, zip(*ends, strict=True)))
-        held = tuple(piece for box, piece in pieces.items() if box.numel)
-        if problem := coverage_problem(shape, [piece.box for piece in held]):
-            raise damaged(path, f"every element of {name!r}, of shape {list(shape)}", problem)
-        tree[name] = StoredTensor(name, infos[name].dtype, shape, held)
+        try:
+            tree[name] = of_parts(name, infos[name].dtype, shape, pieces)
+        except ValueError as error:
+            expected = f"every element of {name!r}, of shape {list(shape)}"
+            raise damaged(path, expected, str(error)) from error
     return Content(path, "sharded safetensors", tree, int(files[-1][1]))
 
 
