@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -167,22 +167,12 @@ class StoredTensor:
         return self.numel * self.dtype.itemsize
 
 
-class Content(NamedTuple):
-    """What files hold, before it is divided into sections, see `tree`."""
-
-    path: Path
-    kind: str  # for people: "safetensors", "torch.distributed.checkpoint", ...
-    tree: Any  # nested containers of StoredTensors and plain values
-    world_size: int | None = None  # number of ranks that wrote it, if the files say so
-    left_out: Sequence[str] = ()  # what could not be read, and why
-
-
 @dataclasses.dataclass
 class Archive:
     """The content of one checkpoint. Names are those of the unwrapped, uncompiled model."""
 
     path: Path
-    kind: str
+    kind: str  # for people: "safetensors", "torch.distributed.checkpoint", ...
     tensors: dict[str, StoredTensor]  # of the model, in the order of the files
     aliases: dict[str, str] = dataclasses.field(default_factory=dict)
     # ^ second names of tied tensors: the name that ``tensors`` has
@@ -195,11 +185,11 @@ class Archive:
     # ^ prefixes of the models whose names wrappers may have changed: "" for a single model
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
     # ^ everything else: containers of plain values and StoredTensors
-    as_saved: Any = None  # the nested values before they came into sections; None: not known
-    world_size: int | None = None
+    as_saved: Any = None  # the nested values that `tree` divides into the above; None: not known
+    world_size: int | None = None  # number of ranks that wrote it, if the files say so
     step: int | None = None
     checksums: dict[Path, FileFacts] = dataclasses.field(default_factory=dict)
-    left_out: list[str] = dataclasses.field(default_factory=list)
+    left_out: list[str] = dataclasses.field(default_factory=list)  # not read or not saved, and why
 
     def all_tensors(self) -> Iterator[tuple[str, StoredTensor]]:
         """Yield every tensor with its path, which begins with "model", "optimizer" or "extra"."""

@@ -255,8 +255,7 @@ class Files:
 
     def _read_plain(self, path: Path, reads: Sequence[Read], tick: Tick) -> None:
         if path in self._checksums:
-            numbers = self._checksums[path].blocks_of(reads)
-            self.check_blocks(path, [n for n in numbers if (path, n) not in self._compared])
+            self.check_blocks(path, self._checksums[path].blocks_of(reads))
         sizes = (min(read.nbytes, read.most) for read in reads if not read.is_direct)
         buffer = torch.empty(max(sizes, default=0), dtype=torch.uint8)
         with self.descriptor(path) as descriptor:
@@ -312,7 +311,9 @@ class Files:
         ]
 
     def check_blocks(self, path: Path, numbers: Sequence[int], tick: Tick = no_tick) -> None:
-        """Compare the checksums of blocks of a file. Raises what ``read`` raises."""
+        """Compare the checksums of blocks of a file, unless it was done before. Raises what
+        ``read`` raises."""
+        numbers = [number for number in numbers if (path, number) not in self._compared]
         if not numbers:
             return
         with contextlib.closing(self._blocks(path, numbers)) as found:

@@ -1,4 +1,4 @@
-"""Formats of checkpoints: a reader makes a `Content` of paths, and `tree` an `Archive` of that.
+"""Formats of checkpoints: a reader makes an `Archive` of paths, whose nested values `tree` divides.
 
 Values are read when they are needed, and their checksums are compared first if the format has any.
 Nothing that a file holds is run.

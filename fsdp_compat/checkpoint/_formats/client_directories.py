@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ..._archive.archive import Archive, Content
+from ..._archive.archive import Archive
 from ..._archive.blocks import damaged
 from ..._archive.texts import brief, count_in, found_in, parse_json, read_text
 from ...errors import CheckpointError
@@ -18,7 +18,7 @@ from .paths import member, require_inside
 from .rank_files import read_rank_files, read_torch_save
 from .safetensors_files import read_safetensors
 from .torch_save import ReadOptions, read_torch_file
-from .tree import archive_of
+from .tree import divided
 
 _INDEX = r"(?:_(?P<index>\d{1,4}))?"
 _FSDP_PART = re.compile(
@@ -63,16 +63,18 @@ def read_client_directory(path: Path, options: ReadOptions) -> Archive | None:
     used = parts if has_models else {**plain, **parts}
     for key in sorted(used, key=lambda key: (len(key), key)):
         found = _read(used[key], options)
-        inside = found.tree.get(key.partition("_")[0]) if isinstance(found.tree, dict) else None
-        sections[key] = inside if isinstance(inside, dict) else found.tree
+        tree = found.as_saved
+        inside = tree.get(key.partition("_")[0]) if isinstance(tree, dict) else None
+        sections[key] = inside if isinstance(inside, dict) else tree
         world_sizes.append(found.world_size or 0)
         left_out += [f"{key}: {text}" for text in found.left_out]
     if has_models:
         copies = [file.name for files in plain.values() for file in files]
         left_out += [f"{name}: a further copy of the model" for name in copies]
     kind = "Trainer" if _TRAINER_STATE in names else "Accelerate"
-    archive = archive_of(Content(path, kind, sections, max(world_sizes) or None, left_out))
-    archive.as_saved = None  # the files are several
+    archive = Archive(path, kind, {}, as_saved=sections, left_out=left_out)
+    archive.world_size = max(world_sizes) or None
+    divided(archive).as_saved = None  # the files are several
     _add_values(archive, path, names, options)
     return archive
 
@@ -85,13 +87,12 @@ def _with_values_beside(path: Path, options: ReadOptions) -> Archive | None:
     name = next((name for name in _BESIDE_DCP if (path / name).is_file()), None)
     if name is None:
         return None
-    content = read_dcp(path)
-    left_out = [*content.left_out]
-    values = _torch_values(member(path, name), left_out, options)
+    archive = read_dcp(path)
+    values = _torch_values(member(path, name), archive.left_out, options)
     values = values if isinstance(values, dict) else {"values": values}
-    kind = "Lightning" if "pytorch-lightning_version" in values else _BESIDE_DCP[name]
-    tree = {**values, **content.tree}
-    return archive_of(content._replace(kind=kind, tree=tree, left_out=left_out))
+    archive.kind = "Lightning" if "pytorch-lightning_version" in values else _BESIDE_DCP[name]
+    archive.as_saved = {**values, **archive.as_saved}
+    return divided(archive)
 
 
 def _torch_values(path: Path, left_out: list[str], options: ReadOptions) -> Any:
@@ -144,7 +145,7 @@ def _plain_models(path: Path, names: Iterable[str]) -> _Parts:
     return found
 
 
-def _read(files: list[Path], options: ReadOptions) -> Content:
+def _read(files: list[Path], options: ReadOptions) -> Archive:
     """Return one model or optimizer."""
     first = files[0]
     if first.is_dir():

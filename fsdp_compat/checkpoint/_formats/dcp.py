@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 import os
 import pickle
 import re
@@ -23,7 +24,6 @@ import torch
 from ..._archive.archive import (
     Archive,
     Chunk,
-    Content,
     NotRead,
     Span,
     StoredPiece,
@@ -78,7 +78,7 @@ def is_dcp(path: Path) -> bool:
     return path.is_dir() and bool(_metadata_files(path))
 
 
-def read_dcp(path: Path) -> Content:
+def read_dcp(path: Path) -> Archive:
     """Return what is described by ``.metadata``, or by ``__0.metadata``, ... of ranks that do not
     coordinate. Raises CheckpointError for damage, gaps and overlaps; OSError."""
     metadata = _metadata_files(path)
@@ -100,7 +100,8 @@ def read_dcp(path: Path) -> Content:
     if len({*places}) < len(places):
         raise _damaged(path, "two values at one place in the files")
     tree = _nested([(keys, value) for keys, value in values if value is not LEFT_OUT], path)
-    return Content(path, KIND, tree, directory.world_size(), directory.left_out)
+    num_ranks, left_out = directory.world_size(), directory.left_out
+    return Archive(path, KIND, {}, as_saved=tree, world_size=num_ranks, left_out=left_out)
 
 
 def _damaged(path: Path, got: str) -> CheckpointError:
@@ -423,10 +424,8 @@ def _boxes(tensor: StoredTensor, options: WriteOptions) -> Iterator[tuple[int, B
         yield 0, Box.of_whole(tensor.shape)
         return
     rows, *rest = tensor.shape
-    share = -(-rows // options.world_size)
-    at_once = max(SLAB_NBYTES // max(tensor.nbytes // rows, 1), 1)
+    share, at_once = -(-rows // options.world_size), SLAB_NBYTES // tensor.dtype.itemsize
     for rank, first in enumerate(range(0, rows, share)):
-        stop = min(first + share, rows)
-        for start in range(first, stop, at_once):
-            sizes = (min(at_once, stop - start), *rest)
-            yield rank, Box((start, *(0,) * len(rest)), sizes)
+        part = Box((first, *(0,) * len(rest)), (min(share, rows - first), *rest))
+        for box in part.cut(max(at_once, math.prod(rest))):
+            yield rank, box

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..._archive.archive import Content, StoredTensor, of_parts
+from ..._archive.archive import Archive, StoredTensor, of_parts
 from ..._archive.reader import Files, sample
 from ..._archive.walk import leaves
 from ..._text import joined
@@ -53,20 +53,20 @@ def rank_groups(paths: Sequence[Path]) -> list[RankFiles]:
     ]
 
 
-def read_torch_save(path: Path, options: ReadOptions) -> Content:
+def read_torch_save(path: Path, options: ReadOptions) -> Archive:
     """Return the content of a file of torch.save, or of those that an index lists. A file with
     parts of tensors is the only rank's. Raises CheckpointError and OSError."""
 
     if path.suffix == ".json":
         model = by_index(path, lambda file: read_torch_file(file, options.ignore_class))
-        return Content(path, "torch.save with an index", {"model": model})
+        return Archive(path, "torch.save with an index", {}, as_saved={"model": model})
     tree = read_torch_file(path, options.ignore_class)
     if any(isinstance(leaf, RankPart) for _, leaf in leaves(tree)):
         return read_rank_files([path], options)
-    return Content(path, "torch.save", tree)
+    return Archive(path, "torch.save", {}, as_saved=tree)
 
 
-def read_rank_files(paths: Sequence[Path], options: ReadOptions) -> Content:
+def read_rank_files(paths: Sequence[Path], options: ReadOptions) -> Archive:
     """Return the values of all ranks as one. Kinds of files become sections; a single file without
     a rank is the only rank's. Raises CheckpointError for missing or mixed files; OSError."""
     where = paths[0].parent
@@ -94,7 +94,8 @@ def read_rank_files(paths: Sequence[Path], options: ReadOptions) -> Content:
             merged = _merged(files, options, where, left_out)
         trees[stem if key in trees else key] = merged
     tree = trees if len(trees) > 1 else next(iter(trees.values()))
-    return Content(where if paths[1:] else paths[0], _KIND, tree, groups[0].num_ranks, left_out)
+    path, num_ranks = where if paths[1:] else paths[0], groups[0].num_ranks
+    return Archive(path, _KIND, {}, as_saved=tree, world_size=num_ranks, left_out=left_out)
 
 
 def _merged(paths: dict[int, Path], options: ReadOptions, where: Path, left_out: list[str]) -> Any:

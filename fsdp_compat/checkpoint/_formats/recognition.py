@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from ..._archive.archive import Archive, Content, NotRead, Unrecognised
+from ..._archive.archive import Archive, NotRead, Unrecognised
 from ..._archive.blocks import damaged
 from ..._archive.texts import open_file
 from ..._progress import elapsing
@@ -24,12 +24,11 @@ from .paths import require_inside
 from .rank_files import TORCH_SUFFIXES, rank_groups, read_rank_files, read_torch_save
 from .safetensors_files import (
     INDEX,
-    is_sharded_safetensors,
     read_safetensors,
     read_sharded_safetensors,
 )
 from .torch_save import ReadOptions
-from .tree import archive_of, without_ddp
+from .tree import divided, without_ddp
 
 _TORCH_INDEX = "pytorch_model.bin.index.json"
 _DEEPSPEED = re.compile(r"(\w+_)?mp_rank_\d+_\w+_states\.pt")
@@ -93,23 +92,23 @@ def _archive_at(path: Path, options: ReadOptions) -> Archive:
     if not path.is_dir():
         if path.name == MANIFEST and path.is_file():
             return read_native(path.parent)
-        return archive_of(_file(path, options))
+        return divided(_file(path, options))
     if native := native_in(path):
         return read_native(native)
     if (path / file_name(0)).is_file():
         read_manifest(path)  # raises
     found = read_client_directory(path, options)
-    return found or archive_of(_directory(path, options))
+    return found or divided(_directory(path, options))
 
 
-def _directory(path: Path, options: ReadOptions) -> Content:
+def _directory(path: Path, options: ReadOptions) -> Archive:
     names = sorted(os.listdir(path))
     if any(map(_DEEPSPEED.fullmatch, names)):
         raise _of_deepspeed(path, path.parent)
     if is_dcp(path):
         return read_dcp(path)
-    if is_sharded_safetensors(path):
-        return read_sharded_safetensors(path)
+    if found := read_sharded_safetensors(path):
+        return found
     if _TORCH_INDEX in names:
         return read_torch_save(path / _TORCH_INDEX, options)
     files = [path / name for name in names if (path / name).is_file()]
@@ -129,7 +128,7 @@ def _directory(path: Path, options: ReadOptions) -> Content:
     raise unreadable(path, joined(names, 8, ", ") if names else "an empty directory")
 
 
-def _file(path: Path, options: ReadOptions) -> Content:
+def _file(path: Path, options: ReadOptions) -> Archive:
     if not path.is_file():
         is_there = os.path.lexists(path)
         raise unreadable(path, "something that is neither" if is_there else "nothing at this path")

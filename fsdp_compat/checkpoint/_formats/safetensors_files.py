@@ -16,7 +16,6 @@ import torch
 
 from ..._archive.archive import (
     Archive,
-    Content,
     Span,
     StoredPiece,
     StoredTensor,
@@ -52,7 +51,7 @@ def of_info(info: TensorInfo, path: Path) -> StoredTensor:
     return in_one_piece(info.name, info.dtype, info.shape, span_of(info, path))
 
 
-def read_safetensors(path: Path) -> Content:
+def read_safetensors(path: Path) -> Archive:
     """Return the content of a file, of the files of an index, or of a directory with either."""
     index = path / INDEX if path.is_dir() else path
     if index.suffix == ".json" and index.exists():
@@ -77,7 +76,8 @@ def read_safetensors(path: Path) -> Content:
         for name, (_, info) in found.items()
         if info.packed
     ]
-    return Content(path, "safetensors", {"model": tree} if tree else {}, None, left_out)
+    values = {"model": tree} if tree else {}
+    return Archive(path, "safetensors", {}, as_saved=values, left_out=left_out)
 
 
 def _infos_in(file: Path) -> dict[str, tuple[Path, TensorInfo]]:
@@ -132,14 +132,12 @@ def _weight_map(index: Path) -> dict[str, str]:
 # -- reading parts of tensors
 
 
-def is_sharded_safetensors(path: Path) -> bool:
-    """Return whether a directory was written by HuggingFaceStorageWriter with save_distributed."""
-    return path.is_dir() and any(map(_SHARD.fullmatch, os.listdir(path)))
-
-
-def read_sharded_safetensors(path: Path) -> Content:
-    """Return the content. A missing last file may go unnoticed: shapes follow from parts."""
+def read_sharded_safetensors(path: Path) -> Archive | None:
+    """Return the content of a directory of HuggingFaceStorageWriter with save_distributed; None for
+    others. A missing last file may go unnoticed: shapes follow from parts."""
     files = sorted(filter(None, map(_SHARD.fullmatch, os.listdir(path))), key=lambda each: each[0])
+    if not files:
+        return None
     parts: dict[str, list[StoredPiece]] = {}
     infos: dict[str, TensorInfo] = {}
     for file in files:
@@ -167,7 +165,8 @@ def read_sharded_safetensors(path: Path) -> Content:
         except ValueError as error:
             expected = f"every element of {name!r}, of shape {list(shape)}"
             raise damaged(path, expected, str(error)) from error
-    return Content(path, "sharded safetensors", tree, int(files[-1][1]))
+    num_ranks = int(files[-1][1])
+    return Archive(path, "sharded safetensors", {}, as_saved=tree, world_size=num_ranks)
 
 
 # -- writing
