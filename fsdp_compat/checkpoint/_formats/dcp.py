@@ -206,7 +206,7 @@ def _span_in(
             descriptor = opened.fileno()
             if os.pread(descriptor, len(ZIP), place.start) == ZIP:
                 found = read_torch_range(descriptor, file.path, place.start, place.nbytes)
-    is_tensor = type(found) is StoredTensor  # not a part of one
+    is_tensor = isinstance(found, StoredTensor)
     if not is_tensor or (found.dtype, found.shape) != (dtype, shape):
         text = f"{found.dtype} of shape {list(found.shape)}" if is_tensor else "not a tensor"
         raise _damaged(

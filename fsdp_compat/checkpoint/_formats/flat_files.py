@@ -164,7 +164,7 @@ def _is_flat(key: object, value: Any) -> bool:
 
 def _place_in(flat: RankPart, view: Any) -> int | None:
     """Return the element of a flat parameter that a tensor begins with in memory, or None."""
-    if type(view) is not StoredTensor or not view.numel:
+    if not isinstance(view, StoredTensor) or not view.numel:
         return None
     (piece,) = view.pieces
     source = piece.source

@@ -118,7 +118,7 @@ def _merged(paths: dict[int, Path], options: ReadOptions, where: Path, left_out:
 
 # -- the values of all ranks as one
 
-_NESTED = (dict, list, tuple, StoredTensor)
+_NESTED = (dict, list, tuple, StoredTensor, RankPart)
 
 
 class _Merger:
@@ -172,13 +172,14 @@ class _Merger:
         )
         return {}
 
-    def _tensor(self, values: Mapping[int, StoredTensor], path: str) -> StoredTensor:
+    def _tensor(self, values: Mapping[int, Any], path: str) -> StoredTensor:
         """Return the tensor that ranks have parts of, or each has."""
         first = next(iter(values.values()))
         facts = dict.fromkeys(f"shape {[*x.shape]} of {x.dtype}" for x in values.values())
         problem = " and ".join(facts) if len(facts) > 1 else ""
-        is_whole = not isinstance(first, RankPart)
-        if is_whole and (problem or len({sample(x, self._files) for x in values.values()}) > 1):
+        if isinstance(first, StoredTensor) and (
+            problem or len({sample(value, self._files) for value in values.values()}) > 1
+        ):
             self.differing[path] = problem
             return first
         parts = (

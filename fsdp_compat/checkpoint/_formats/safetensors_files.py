@@ -85,15 +85,28 @@ def _infos_in(file: Path) -> dict[str, tuple[Path, TensorInfo]]:
 
 
 def by_index(index: Path, read: Callable[[Path], Mapping[str, _T]]) -> dict[str, _T]:
-    """Return what an index lists, by name, in the order of the files. read: returns what a file
-    has. Raises CheckpointError if a file has less, and what ``read`` raises."""
-    places = _weight_map(index)
+    """Return what an index lists, by name, in the order of the files, which lie beside it. read:
+    returns what a file has. Raises CheckpointError if a file has less, and what ``read`` raises."""
+    try:
+        found = parsed(parse_json(read_text(index)), {"weight_map": {...: text_in}})
+        places: dict[str, str] = found["weight_map"]
+        for name in places.values():
+            if Path(name).name != name or "\0" in name:
+                raise ValueError(f"{name!r} is not the name of a file")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError.of(
+            "The index cannot be read.",
+            expected="JSON with a 'weight_map' from tensor names to names of files beside the "
+            "index",
+            got=brief(error),
+            where=str(index),
+            fix="copy it again, or remove it and pass the directory to read all its files",
+        ) from error
     files = {
         file: read(require_inside(index.parent, index.parent / file))
         for file in dict.fromkeys(places.values())
     }
-    missing = [name for name, file in places.items() if name not in files[file]]
-    if missing:
+    if missing := [name for name, file in places.items() if name not in files[file]]:
         raise CheckpointError.of(
             "The index does not match the files.",
             expected=f"{missing[0]!r} in {places[missing[0]]}",
@@ -107,26 +120,6 @@ def by_index(index: Path, read: Callable[[Path], Mapping[str, _T]]) -> dict[str,
         for name, value in values.items()
         if places.get(name) == file
     }
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    """Return the file of each tensor in an index, beside it."""
-    try:
-        found = parsed(parse_json(read_text(index)), {"weight_map": {...: text_in}})
-        places: dict[str, str] = found["weight_map"]
-        for name in places.values():
-            if Path(name).name != name or "\0" in name:
-                raise ValueError(f"{name!r} is not the name of a file")
-        return places
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError.of(
-            "The index cannot be read.",
-            expected="JSON with a 'weight_map' from tensor names to names of files beside the "
-            "index",
-            got=brief(error),
-            where=str(index),
-            fix="copy it again, or remove it and pass the directory to read all its files",
-        ) from error
 
 
 # -- reading parts of tensors

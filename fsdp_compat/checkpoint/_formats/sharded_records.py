@@ -8,6 +8,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
+
 from ..._archive.archive import StoredPiece, StoredTensor, pieces_of_run
 from ..._layout.box import Box
 from ..._layout.rows import CopiedLayout, Cut
@@ -20,9 +22,12 @@ _MAX_BOXES = 128  # of a rank's part
 
 
 @dataclasses.dataclass(frozen=True)
-class RankPart(StoredTensor):
-    """The part of a tensor that one rank holds. The shape is that of the whole tensor."""
+class RankPart:
+    """The part of a tensor that one rank holds."""
 
+    shape: tuple[int, ...]  # of the whole tensor
+    dtype: torch.dtype
+    pieces: tuple[StoredPiece, ...]
     inside: FlatLayout | None = None  # of a flat tensor, if it says where its parameters lie
 
 
@@ -56,7 +61,7 @@ def d_tensor(local: Any, spec: Any) -> RankPart:
     (values,) = local.pieces
     pieces = [(values.inside(its, local.dtype.itemsize), box) for its, box in _boxes(rows)]
     held = tuple(StoredPiece(box, piece.source) for piece, box in pieces if piece)
-    return RankPart("", local.dtype, shape, held)
+    return RankPart(shape, local.dtype, held)
 
 
 def _mesh_shape(mesh: Record) -> list[int]:
@@ -119,7 +124,7 @@ def sharded_tensor(shards: Any, metadata: Any) -> RankPart:
                 f"{list(box.sizes)}"
             )
         pieces += [StoredPiece(box, piece.source) for piece in values.pieces]
-    return RankPart("", dtype, shape_of(metadata.fields["size"]), tuple(pieces))
+    return RankPart(shape_of(metadata.fields["size"]), dtype, tuple(pieces))
 
 
 def boxed_tensor(
@@ -137,7 +142,7 @@ def boxed_tensor(
     pieces = pieces_of_run(shape, part, values.source, run.dtype.itemsize, origin=origin)
     whole_shape = shape_of(place.fields["whole_shape"]) if place is not None else shape
     inside = _layout(layout.fields["inside"]) if "inside" in layout.fields else None
-    return RankPart("", run.dtype, whole_shape, tuple(pieces), inside=inside)
+    return RankPart(whole_shape, run.dtype, tuple(pieces), inside)
 
 
 def _layout(record: Any) -> FlatLayout:
