@@ -33,7 +33,7 @@ from ..._archive.archive import (
 from ..._archive.blocks import damaged, new_file, sync_directory
 from ..._archive.header import TensorInfo, is_quantized, read_header
 from ..._archive.reader import SLAB_NBYTES, Files, read_all, read_box
-from ..._archive.texts import brief, count_in, found_in, identity_of, open_file, shape_in, text_in
+from ..._archive.texts import brief, count_in, found_in, identity_of, open_file, text_in
 from ..._archive.threads import for_each
 from ..._archive.walk import LEFT_OUT
 from ..._layout.box import Box
@@ -41,7 +41,7 @@ from ..._progress import Tick
 from ..._torch_private import place_in_file
 from ...errors import CheckpointError, UsageError
 from .paths import member
-from .pickles import Record
+from .pickles import Record, counts_of, shape_of
 from .safetensors_files import of_info
 from .torch_save import ZIP, read_torch_range, state_dict_of, unpickle
 from .writers import WriteOptions, dtype_to_write
@@ -132,7 +132,7 @@ def _entries_of(path: Path) -> Iterator[_Entry]:
             name, offset = text_in(index.fields["fqn"]), index.fields.get("offset")
             if extensions := info.fields.get("transform_descriptors"):
                 raise ValueError(f"{name!r} was saved through extensions ({extensions!r:.100})")
-            places[name, None if offset is None else shape_in(list(offset))] = _FileRange(
+            places[name, None if offset is None else counts_of(offset)] = _FileRange(
                 text_in(info.fields["relative_path"]),
                 count_in(info.fields["offset"]),
                 count_in(info.fields["length"]),
@@ -162,10 +162,10 @@ def _described(
     dtype = (properties.state if not properties.fields else [properties.fields["dtype"]])[0]
     if not isinstance(dtype, torch.dtype) or is_quantized(dtype):
         raise TypeError(f"{name!r} has a dtype {dtype!r:.100}")
-    shape = shape_in(list(facts.fields["size"]))
+    shape = shape_of(facts.fields["size"])
     found = {}
     for chunk in facts.fields["chunks"]:
-        box = Box(*(shape_in(list(chunk.fields[key])) for key in ("offsets", "sizes")))
+        box = Box(counts_of(chunk.fields["offsets"]), shape_of(chunk.fields["sizes"]))
         if len(box.offsets) != len(box.sizes) or (box.numel and len(box.sizes) != len(shape)):
             raise ValueError(f"{name!r}, of shape {list(shape)}, has a chunk {box}")
         if box.numel:

@@ -32,6 +32,7 @@ _MAX_DEPTH = 128
 _MAX_VALUES = 50_000_000  # or a value per byte
 _MAX_NAME_LENGTH = 200
 _MAX_DIMS = 64
+_MAX_NUMEL = 1 << 60
 _MAX_KEY_LENGTH = 1000  # characters of a tuple that is a key
 
 
@@ -304,18 +305,21 @@ def _key(key: Any) -> Any:
     return key
 
 
-def shape_of(value: Any) -> tuple[int, ...]:
-    """Return the sizes of a pickled shape. Raises Refused."""
+def counts_of(value: Any) -> tuple[int, ...]:
+    """Return a short sequence of numbers from 0 on, such as strides. Raises Refused."""
     if not isinstance(value, (tuple, list)) or len(value) > _MAX_DIMS:
         raise Refused("a shape that is not a short sequence")
-    numel = 1
-    for size in value:
-        if type(size) is not int or size < 0:
-            raise Refused("a shape that is not whole numbers from 0 on")
-        numel *= max(size, 1)
-        if numel >= 1 << 60:  # before the product of huge numbers takes long
-            raise Refused("a shape of more than 2**60 elements")
+    if not all(type(number) is int and 0 <= number < _MAX_NUMEL for number in value):
+        raise Refused("a shape that is not whole numbers from 0 on, below 2**60")
     return tuple(value)
+
+
+def shape_of(value: Any) -> tuple[int, ...]:
+    """Return the sizes of a pickled shape. Raises Refused."""
+    shape = counts_of(value)
+    if math.prod(size or 1 for size in shape) >= _MAX_NUMEL:
+        raise Refused("a shape of more than 2**60 elements")
+    return shape
 
 
 # -- values of the standard library and of numpy

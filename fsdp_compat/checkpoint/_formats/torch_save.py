@@ -37,6 +37,7 @@ from .pickles import (
     Record,
     Refused,
     Sealed,
+    counts_of,
     no_value,
     plain,
     refusing,
@@ -200,7 +201,7 @@ def _tensor(
     dtype = next((each for each in rest if isinstance(each, torch.dtype)), storage.dtype)
     if dtype is None or is_quantized(dtype):
         raise Refused(f"a tensor of the dtype {dtype}")
-    shape, steps = shape_of(sizes), shape_of(strides)
+    shape, steps = shape_of(sizes), counts_of(strides)
     if len(shape) != len(steps) or type(offset) is not int or offset < 0:
         raise Refused(f"a tensor of {len(shape)} dims with {len(steps)} strides")
     if 0 in shape:
