@@ -58,22 +58,19 @@ def read_client_directory(path: Path, options: ReadOptions) -> Archive | None:
     is_signed = any(map(_SIGNS.fullmatch, names))
     if not (has_models or (plain and (parts or is_signed)) or (parts and is_signed)):
         return None
-    sections: dict[str, Any] = {}
-    world_sizes, left_out = [0], list[str]()
+    kind = "Trainer" if _TRAINER_STATE in names else "Accelerate"
+    archive = Archive(path, kind, {}, as_saved={})
     used = parts if has_models else {**plain, **parts}
     for key in sorted(used, key=lambda key: (len(key), key)):
         found = _read(used[key], options)
         tree = found.as_saved
         inside = tree.get(key.partition("_")[0]) if isinstance(tree, dict) else None
-        sections[key] = inside if isinstance(inside, dict) else tree
-        world_sizes.append(found.world_size or 0)
-        left_out += [f"{key}: {text}" for text in found.left_out]
+        archive.as_saved[key] = inside if isinstance(inside, dict) else tree
+        archive.world_size = max(archive.world_size or 0, found.world_size or 0) or None
+        archive.left_out += [f"{key}: {text}" for text in found.left_out]
     if has_models:
         copies = [file.name for files in plain.values() for file in files]
-        left_out += [f"{name}: a further copy of the model" for name in copies]
-    kind = "Trainer" if _TRAINER_STATE in names else "Accelerate"
-    archive = Archive(path, kind, {}, as_saved=sections, left_out=left_out)
-    archive.world_size = max(world_sizes) or None
+        archive.left_out += [f"{name}: a further copy of the model" for name in copies]
     divided(archive).as_saved = None  # the files are several
     _add_values(archive, path, names, options)
     return archive
