@@ -8,13 +8,13 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from .._layout.box import Box, cut_into_boxes
+from .._layout.box import Box, coverage_problem, cut_into_boxes
 from .._layout.spec import Interval, row_major_strides
 from ..errors import CheckpointError
 from .blocks import FileFacts
@@ -92,33 +92,26 @@ class StoredPiece:
 
     def inside(self, box: Box, itemsize: int) -> StoredPiece | None:
         """Return the elements that lie in a box of the tensor, or None."""
-        common = intersection(self.box, box)
+        common = self.box.intersection(box)
         if common is None or common == self.box:
             return self if common else None
-        starts = tuple(map(int.__sub__, common.offsets, self.box.offsets))
-        source = self.source
+        part, source = common.in_part(self.box.offsets), self.source
         if isinstance(source, torch.Tensor):
-            source = source[slices(Box(starts, common.sizes))]
+            source = source[part.index]
         else:
-            first = sum(map(int.__mul__, starts, source.strides))
+            first = sum(map(int.__mul__, part.offsets, source.strides))
             source = dataclasses.replace(source, start=source.start + first * itemsize)
         return StoredPiece(common, source, self.holder)
 
 
-class LazyPieces(Sequence[StoredPiece]):
+@dataclasses.dataclass(frozen=True)
+class LazyPieces:
     """Very many pieces. within: yields those in a box, and maybe others; for None, all."""
 
-    def __init__(self, within: Callable[[Box | None], Iterator[StoredPiece]]) -> None:
-        self.within = within
+    within: Callable[[Box | None], Iterator[StoredPiece]]
 
     def __iter__(self) -> Iterator[StoredPiece]:
         return self.within(None)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    def __getitem__(self, index: Any) -> Any:
-        return list(self)[index]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +121,7 @@ class StoredTensor:
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    pieces: Sequence[StoredPiece]
+    pieces: tuple[StoredPiece, ...] | LazyPieces
     copies: tuple[StoredPiece, ...] = ()
     written_as: torch.dtype | None = None  # the dtype that a conversion writes; None: ``dtype``
     is_array: bool = False  # saved as an array of numpy
@@ -161,6 +154,10 @@ class StoredTensor:
         ends = [row + (piece.box.sizes or (1,))[0] for row, piece in zip(rows, pieces, strict=True)]
         return pieces, rows, list(itertools.accumulate(ends, max))
 
+    def coverage_problem(self) -> str | None:
+        """Return what is wrong unless the pieces cover every element exactly once."""
+        return coverage_problem(self.shape, [piece.box for piece in self.pieces])
+
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
@@ -170,22 +167,12 @@ class StoredTensor:
         return self.numel * self.dtype.itemsize
 
 
-class Content(NamedTuple):
-    """What files hold, before it is divided into sections, see `tree`."""
-
-    path: Path
-    kind: str  # for people: "safetensors", "torch.distributed.checkpoint", ...
-    tree: Any  # nested containers of StoredTensors and plain values
-    world_size: int | None = None  # number of ranks that wrote it, if the files say so
-    left_out: Sequence[str] = ()  # what could not be read, and why
-
-
 @dataclasses.dataclass
 class Archive:
     """The content of one checkpoint. Names are those of the unwrapped, uncompiled model."""
 
     path: Path
-    kind: str
+    kind: str  # for people: "safetensors", "torch.distributed.checkpoint", ...
     tensors: dict[str, StoredTensor]  # of the model, in the order of the files
     aliases: dict[str, str] = dataclasses.field(default_factory=dict)
     # ^ second names of tied tensors: the name that ``tensors`` has
@@ -198,11 +185,11 @@ class Archive:
     # ^ prefixes of the models whose names wrappers may have changed: "" for a single model
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
     # ^ everything else: containers of plain values and StoredTensors
-    as_saved: Any = None  # the nested values before they came into sections; None: not known
-    world_size: int | None = None
+    as_saved: Any = None  # the nested values that `tree` divides into the above; None: not known
+    world_size: int | None = None  # number of ranks that wrote it, if the files say so
     step: int | None = None
     checksums: dict[Path, FileFacts] = dataclasses.field(default_factory=dict)
-    left_out: list[str] = dataclasses.field(default_factory=list)
+    left_out: list[str] = dataclasses.field(default_factory=list)  # not read or not saved, and why
 
     def all_tensors(self) -> Iterator[tuple[str, StoredTensor]]:
         """Yield every tensor with its path, which begins with "model", "optimizer" or "extra"."""
@@ -240,81 +227,53 @@ def is_per_element(key: Any, value: Any, shape: tuple[int, ...]) -> bool:
 # -- making stored tensors
 
 
-def whole_box(shape: Sequence[int]) -> Box:
-    """Return the box of a whole tensor."""
-    return Box((0,) * len(shape), tuple(shape))
+def in_one_piece(
+    name: str,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    source: Span | torch.Tensor,
+    holder: int | None = None,
+) -> StoredTensor:
+    return StoredTensor(name, dtype, shape, (StoredPiece(Box.of_whole(shape), source, holder),))
 
 
 def of_memory(name: str, values: torch.Tensor) -> StoredTensor:
     """Return a tensor whose values are in memory already."""
-    shape = tuple(values.shape)
-    return StoredTensor(name, values.dtype, shape, (StoredPiece(whole_box(shape), values),))
+    return in_one_piece(name, values.dtype, tuple(values.shape), values)
+
+
+def of_parts(
+    name: str, dtype: torch.dtype, shape: tuple[int, ...], parts: Iterable[StoredPiece]
+) -> StoredTensor:
+    """Return the tensor that parts make up, of which some may be empty, or copies of earlier ones.
+    Raises ValueError if they leave elements out or overlap."""
+    pieces: dict[Box, StoredPiece] = {}
+    filled = (part for part in parts if part.box.numel)
+    copies = tuple(part for part in filled if pieces.setdefault(part.box, part) is not part)
+    if problem := coverage_problem(shape, [*pieces]):
+        raise ValueError(problem)
+    return StoredTensor(name, dtype, shape, tuple(pieces.values()), copies)
 
 
 def pieces_of_run(
     shape: tuple[int, ...],
     run: Interval,
-    path: Path,
-    start: int,
+    source: Span | torch.Tensor,
     itemsize: int,
     holder: int | None = None,
-) -> list[StoredPiece]:
-    """Return the pieces of row-major elements ``run``, which lie in a file from ``start`` on."""
-    pieces = []
+    origin: Sequence[int] | None = None,
+) -> Iterator[StoredPiece]:
+    """Yield the pieces of row-major elements ``run``, which ``source`` holds, 1-D. shape: of the
+    tensor, or of a part of it that begins at ``origin``. Raises ValueError for gaps in a file."""
+    if isinstance(source, Span) and source.strides != (1,) and run.numel > 1:
+        raise ValueError("a run of elements with gaps")
+    at = 0
     for box in cut_into_boxes(shape, run):
-        pieces.append(StoredPiece(box, Span(path, start, row_major_strides(box.sizes)), holder))
-        start += box.numel * itemsize
-    return pieces
-
-
-# -- boxes
-
-
-def slices(box: Box) -> tuple[slice, ...]:
-    """Return the index of a box in a tensor."""
-    return tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
-
-
-def moved(box: Box, by: Sequence[int]) -> Box:
-    """Return a box of a part as one of the whole tensor, in which the part begins at ``by``."""
-    return box.moved(by)
-
-
-def intersection(one: Box, other: Box) -> Box | None:
-    """Return the elements that two boxes have in common, or None."""
-    starts = tuple(map(max, one.offsets, other.offsets))
-    sizes = tuple(
-        min(at + size, its + extent) - start
-        for at, size, its, extent, start in zip(
-            one.offsets, one.sizes, other.offsets, other.sizes, starts, strict=True
-        )
-    )
-    return Box(starts, sizes) if min(sizes, default=1) > 0 else None
-
-
-def coverage_problem(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
-    """Return what is wrong unless the boxes cover every element exactly once, or None."""
-    filled = [box for box in boxes if box.numel]
-    for box in filled:
-        if len(box.sizes) != len(shape) or intersection(box, whole_box(shape)) != box:
-            return f"{_text(box)} lies outside of shape {list(shape)}"
-    if not shape:
-        overlap = len(filled) > 1
-        return "two pieces for one value" if overlap else None if filled else "its value is missing"
-    # Along the dim with the most cuts, few boxes lie beside one another.
-    dim = max(range(len(shape)), key=lambda dim: len({box.offsets[dim] for box in filled}))
-    active: list[Box] = []
-    for box in sorted(filled, key=lambda box: box.offsets[dim]):
-        start = box.offsets[dim]
-        active = [other for other in active if other.offsets[dim] + other.sizes[dim] > start]
-        for other in active:
-            if intersection(box, other) is not None:
-                return f"{_text(other)} and {_text(box)} overlap"
-        active.append(box)
-    missing = math.prod(shape) - sum(box.numel for box in filled)
-    return f"{missing} of {math.prod(shape)} elements are missing" if missing else None
-
-
-def _text(box: Box) -> str:
-    ends = (f"{at}:{at + size}" for at, size in zip(box.offsets, box.sizes, strict=True))
-    return f"[{', '.join(ends)}]"
+        place: Span | torch.Tensor
+        if isinstance(source, torch.Tensor):
+            place = source[at : at + box.numel].reshape(box.sizes)
+        else:
+            start, strides = source.start + at * itemsize, row_major_strides(box.sizes)
+            place = Span(source.path, start, strides, source.checksum, source.file)
+        yield StoredPiece(box if origin is None else box.moved(origin), place, holder)
+        at += box.numel

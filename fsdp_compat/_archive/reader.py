@@ -9,7 +9,6 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import math
 import os
 import threading
 import zlib
@@ -23,14 +22,16 @@ import torch
 from .._comm.host_memory import memory_of
 from .._engine.device import has_streams
 from .._layout.box import Box
+from .._layout.spec import extent
 from .._progress import Tick, no_tick
 from . import blocks
-from .archive import Checksum, Span, StoredTensor, moved, slices, whole_box
+from .archive import Checksum, Span, StoredTensor
 from .blocks import FileFacts, SecondThread, damaged
 from .texts import identity_of, open_file
 from .walk import map_values
 
 _MAX_OPEN = 64
+_SAMPLE_NUMEL = 4096
 SLAB_NBYTES = 16 << 20  # of values, and of what is computed from them, in memory in each thread
 AT_ONCE_NBYTES = 1 << 20  # read and written at once: what caches hold is copied twice as fast
 SKIPPED_NBYTES = 4096  # between two rows: from here on, two system calls take less than reading it
@@ -67,7 +68,7 @@ class Read:
     @functools.cached_property
     def nbytes(self) -> int:
         """Bytes in the file from the first to the last element, gaps included."""
-        return _extent(self.target.shape, self.span.strides) * self.dtype.itemsize
+        return extent(self.target.shape, self.span.strides) * self.dtype.itemsize
 
     @property
     def stop(self) -> int:
@@ -110,7 +111,7 @@ class Read:
         """Yield ranges of at most a block. Dims are in the order of the file."""
         strides, sizes, most = self.span.strides, self.target.shape, self.most
         itemsize = self.dtype.itemsize
-        inner = [_extent(sizes[dim + 1 :], strides[dim + 1 :]) for dim in range(len(sizes))]
+        inner = [extent(sizes[dim + 1 :], strides[dim + 1 :]) for dim in range(len(sizes))]
         skips = any(
             size > 1 and (stride - its) * itemsize >= SKIPPED_NBYTES
             for size, stride, its in zip(sizes, strides, inner, strict=True)
@@ -145,20 +146,12 @@ class Read:
         )
 
 
-def _extent(sizes: Sequence[int], strides: Sequence[int]) -> int:
-    """Return the number of elements from the first to the last one, gaps included."""
-    if 0 in sizes:
-        return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
-
-
 def reads_of(
     tensor: StoredTensor, box: Box, target: torch.Tensor, through: torch.dtype | None = None
 ) -> list[Read]:
     """Plan to read the values of a box of a tensor to ``target``, of the sizes of the box."""
-    back = tuple(-at for at in box.offsets)
     return [
-        Read(piece.source, tensor.dtype, target[slices(moved(piece.box, back))], through)
+        Read(piece.source, tensor.dtype, target[piece.box.in_part(box.offsets).index], through)
         for piece in tensor.pieces_in(box)
     ]
 
@@ -262,8 +255,7 @@ class Files:
 
     def _read_plain(self, path: Path, reads: Sequence[Read], tick: Tick) -> None:
         if path in self._checksums:
-            numbers = self._checksums[path].blocks_of(reads)
-            self.check_blocks(path, [n for n in numbers if (path, n) not in self._compared])
+            self.check_blocks(path, self._checksums[path].blocks_of(reads))
         sizes = (min(read.nbytes, read.most) for read in reads if not read.is_direct)
         buffer = torch.empty(max(sizes, default=0), dtype=torch.uint8)
         with self.descriptor(path) as descriptor:
@@ -319,7 +311,9 @@ class Files:
         ]
 
     def check_blocks(self, path: Path, numbers: Sequence[int], tick: Tick = no_tick) -> None:
-        """Compare the checksums of blocks of a file. Raises what ``read`` raises."""
+        """Compare the checksums of blocks of a file, unless it was done before. Raises what
+        ``read`` raises."""
+        numbers = [number for number in numbers if (path, number) not in self._compared]
         if not numbers:
             return
         with contextlib.closing(self._blocks(path, numbers)) as found:
@@ -415,7 +409,7 @@ def _read_into(descriptor: int, memory: memoryview, start: int, path: Path) -> N
 
 def read(tensor: StoredTensor, files: Files) -> torch.Tensor:
     """Return the values of a whole tensor, contiguous, on the CPU."""
-    return read_box(tensor, whole_box(tensor.shape), files)
+    return read_box(tensor, Box.of_whole(tensor.shape), files)
 
 
 def read_box(tensor: StoredTensor, box: Box, files: Files) -> torch.Tensor:
@@ -429,9 +423,19 @@ def values_of(
     tensor: StoredTensor, files: Files, max_numel: int, tick: Tick
 ) -> Iterator[torch.Tensor]:
     """Yield the values of a tensor, at most ``max_numel`` elements at a time."""
-    for box in boxes_of(tensor.shape, max_numel):
+    for box in Box.of_whole(tensor.shape).cut(max_numel):
         yield (values := read_box(tensor, box, files))
         tick(values.nbytes)
+
+
+def sample(tensor: StoredTensor, files: Files, num_parts: int = 1) -> bytes:
+    """Return the first and the last values of about ``num_parts`` parts, which copies share."""
+    found = []
+    for part in Box.of_whole(tensor.shape).cut(max(_SAMPLE_NUMEL, tensor.numel // num_parts)):
+        first = next(part.cut(_SAMPLE_NUMEL))
+        to_last = tuple(map(int.__sub__, part.sizes, first.sizes))
+        found += [read_box(tensor, box, files) for box in (first, first.moved(to_last))]
+    return b"".join(bytes(memory_of(values)) for values in found)
 
 
 def read_all(value: Any, files: Files) -> Any:
@@ -439,22 +443,3 @@ def read_all(value: Any, files: Files) -> Any:
     return map_values(
         value, lambda leaf: read(leaf, files) if isinstance(leaf, StoredTensor) else leaf
     )
-
-
-def boxes_of(shape: tuple[int, ...], max_numel: int) -> Iterator[Box]:
-    """Yield contiguous boxes in row-major order, each of at most ``max_numel`` elements, or 1."""
-    if not math.prod(shape):
-        return
-    if math.prod(shape) <= max(max_numel, 1):
-        yield whole_box(shape)
-        return
-    row = math.prod(shape[1:])
-    rows = max_numel // row
-    if not rows:
-        for index in range(shape[0]):
-            for box in boxes_of(shape[1:], max_numel):
-                yield Box((index, *box.offsets), (1, *box.sizes))
-        return
-    for first in range(0, shape[0], rows):
-        offsets = (first, *(0,) * (len(shape) - 1))
-        yield Box(offsets, (min(rows, shape[0] - first), *shape[1:]))

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from .spec import FlatLayout, Interval, same_parts
 
@@ -24,9 +24,52 @@ class Box:
     def numel(self) -> int:
         return math.prod(self.sizes)
 
+    @staticmethod
+    def of_whole(shape: Sequence[int]) -> Box:
+        return Box((0,) * len(shape), tuple(shape))
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """The index of the box in a tensor."""
+        return tuple(slice(at, at + n) for at, n in zip(self.offsets, self.sizes, strict=True))
+
     def moved(self, by: Sequence[int]) -> Box:
         """Return a box of a part as one of the whole tensor, in which the part begins at ``by``."""
         return Box(tuple(map(operator.add, self.offsets, by)), self.sizes)
+
+    def in_part(self, start: Sequence[int]) -> Box:
+        """Return the box as one of a part that begins at ``start``: the inverse of ``moved``."""
+        return Box(tuple(map(operator.sub, self.offsets, start)), self.sizes)
+
+    def intersection(self, other: Box) -> Box | None:
+        """Return the elements that two boxes have in common, or None."""
+        starts = tuple(map(max, self.offsets, other.offsets))
+        sizes = tuple(
+            min(at + size, its + extent) - start
+            for at, size, its, extent, start in zip(
+                self.offsets, self.sizes, other.offsets, other.sizes, starts, strict=True
+            )
+        )
+        return Box(starts, sizes) if min(sizes, default=1) > 0 else None
+
+    def cut(self, max_numel: int) -> Iterator[Box]:
+        """Yield its parts in row-major order, each contiguous in it, and of at most ``max_numel``
+        elements, or 1."""
+        if self.numel <= max(max_numel, 1):
+            if self.numel:
+                yield self
+            return
+        dim = next(dim for dim, size in enumerate(self.sizes) if size > 1)
+        num_rows = max(max_numel // (self.numel // self.sizes[dim]), 1)
+        for first in range(0, self.sizes[dim], num_rows):
+            offsets, sizes = [*self.offsets], [*self.sizes]
+            offsets[dim] += first
+            sizes[dim] = min(num_rows, self.sizes[dim] - first)
+            yield from Box(tuple(offsets), tuple(sizes)).cut(max_numel)
+
+    def __str__(self) -> str:
+        ends = (f"{at}:{at + n}" for at, n in zip(self.offsets, self.sizes, strict=False))
+        return f"[{', '.join(ends)}]"
 
 
 def cut_into_boxes(shape: tuple[int, ...], part: Interval) -> list[Box]:
@@ -57,6 +100,30 @@ def cut_into_boxes(shape: tuple[int, ...], part: Interval) -> list[Box]:
 def _inside_row(shape: tuple[int, ...], index: int, part: Interval) -> list[Box]:
     inner = cut_into_boxes(shape[1:], part.shifted(-index * math.prod(shape[1:])))
     return [Box((index, *box.offsets), (1, *box.sizes)) for box in inner]
+
+
+def coverage_problem(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
+    """Return what is wrong unless the boxes cover every element exactly once, or None."""
+    filled = [box for box in boxes if box.numel]
+    whole = Box.of_whole(shape)
+    for box in filled:
+        if len(box.sizes) != len(shape) or box.intersection(whole) != box:
+            return f"{box} lies outside of shape {list(shape)}"
+    if not shape:
+        overlap = len(filled) > 1
+        return "two pieces for one value" if overlap else None if filled else "its value is missing"
+    # Along the dim with the most cuts, few boxes lie beside one another.
+    dim = max(range(len(shape)), key=lambda dim: len({box.offsets[dim] for box in filled}))
+    active: list[Box] = []
+    for box in sorted(filled, key=lambda box: box.offsets[dim]):
+        start = box.offsets[dim]
+        active = [other for other in active if other.offsets[dim] + other.sizes[dim] > start]
+        for other in active:
+            if box.intersection(other) is not None:
+                return f"{other} and {box} overlap"
+        active.append(box)
+    missing = whole.numel - sum(box.numel for box in filled)
+    return f"{missing} of {whole.numel} elements are missing" if missing else None
 
 
 @dataclasses.dataclass(frozen=True)

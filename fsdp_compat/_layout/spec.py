@@ -64,6 +64,13 @@ def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
 
 
+def extent(sizes: Sequence[int], strides: Sequence[int]) -> int:
+    """Return the number of elements from the first to the last one in memory, gaps included."""
+    if 0 in sizes:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+
+
 @dataclasses.dataclass(frozen=True)
 class ParamSpec:
     """One parameter of the model in a flat tensor."""

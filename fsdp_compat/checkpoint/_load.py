@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from .. import errors
-from .._archive.archive import StoredTensor
+from .._archive.archive import Archive, StoredTensor
 from .._archive.texts import brief, shortened
 from .._state.model_loading import absent_buffers, load_unmanaged, may_be_missing, others_in
 from .._state.optimizer_checks import cut_state
@@ -34,7 +34,7 @@ from ._fit.optimizer import OptimizerLoadPlan
 from ._fit.source import Source, open_source
 from ._folder.directory import Run
 from ._folder.newest import newest_of_all, offer_of
-from ._formats.flat_files import Shapes
+from ._formats.flat_files import OF_MODEL
 from ._live.model import HeldPart, HeldState, held_state
 from ._live.optimizers import SharedOptimizer
 from ._live.snapshot import warn_of_left_out
@@ -281,10 +281,11 @@ def _load(
                 ) from error
 
 
-def _shapes_of(held: HeldState) -> Shapes:
+def _shapes_of(held: HeldState) -> Archive:
     """Return the shapes of the model before wrapping, for formats that do not hold them."""
     ties = {other: each.names[0] for each in held.parts for other in each.names[1:]}
-    return Shapes({each.names[0]: each.shape for each in held.parts}, ties)
+    tensors = {x.names[0]: StoredTensor(x.names[0], x.dtype, x.shape, ()) for x in held.parts}
+    return Archive(Path(), OF_MODEL, tensors, ties)
 
 
 # -- what is read, and what changes

@@ -13,9 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from .._archive.archive import slices
 from .._archive.blocks import BLOCK_NBYTES, sync_directory
-from .._archive.reader import boxes_of
 from .._layout.box import Box
 from .._progress import progress_bar
 from ..errors import CheckpointError, UsageError
@@ -184,9 +182,9 @@ class _WeightFiles:
             def contents(name: str) -> Iterator[tuple[Box, torch.Tensor]]:
                 for box, values in own[name].boxes() if name in own else ():
                     most = BLOCK_NBYTES // max(self._itemsize, values.itemsize)
-                    for inner in boxes_of(box.sizes, most):
-                        some = values[slices(inner)]
-                        yield inner.moved(box.offsets), some
+                    for place in box.cut(most):
+                        some = values[place.in_part(box.offsets).index]
+                        yield place, some
                         tick(some.nbytes)
 
             return sum(image.write(self.hidden / image.name, contents) for image in self._images)

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from fsdp_compat import checkpoint
 from tests.checkpoint.tools.program import run
 from tests.examples.test_readme import blocks
-from tests.support.checkpoints import make, reference
+from tests.support.checkpoints import make, reference, unsharded
 
 HEADING = "Checkpoint tools"
 
@@ -54,9 +54,7 @@ def lay_out(folder: Path) -> None:
     (accelerate / "trainer_state.json").write_text(json.dumps({"global_step": 1000}))
     model = {"model": reference()["model"]}
     dcp.save(model, checkpoint_id=accelerate / "pytorch_model_fsdp_0", no_dist=True)
-    (folder / "my_model.py").write_text(
-        "from tests.support.checkpoints import unsharded as make_model\n"
-    )
+    torch.save(unsharded().state_dict(), folder / "shapes.pt")
 
 
 def assert_same(actual: dict[str, torch.Tensor], renamed: dict[str, str] | None = None) -> None:

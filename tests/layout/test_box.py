@@ -22,12 +22,6 @@ def shapes_and_parts(draw: st.DrawFn) -> tuple[tuple[int, ...], Interval]:
     return shape, Interval(start, draw(st.integers(start, numel)))
 
 
-def inside(box: Box, values: torch.Tensor) -> torch.Tensor:
-    return values[
-        tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
-    ]
-
-
 @pytest.mark.parametrize(
     ("shape", "part", "boxes"),
     [
@@ -57,9 +51,20 @@ def test_a_few_contiguous_boxes_cover_the_part_exactly_once_in_memory_order(
     for box in boxes:
         assert box.numel
         run = shard[position : position + box.numel].view(box.sizes)
-        assert torch.equal(run, inside(box, values))
+        assert torch.equal(run, values[box.index])
         position += box.numel
     assert position == part.numel
+
+
+@given(st.lists(st.integers(0, 4), max_size=4).map(tuple), st.integers(0, 70))
+def test_a_box_is_cut_into_contiguous_parts_of_limited_size(
+    sizes: tuple[int, ...], most: int
+) -> None:
+    values, start = torch.arange(torch.Size(sizes).numel()).view(sizes), tuple(range(len(sizes)))
+    parts = [part.in_part(start) for part in Box(start, sizes).cut(most)]
+    assert all(0 < part.numel <= max(most, 1) for part in parts)
+    found = [number for part in parts for number in values[part.index].flatten().tolist()]
+    assert found == values.flatten().tolist()
 
 
 # -- pieces

@@ -19,21 +19,18 @@ from ..._archive.archive import (
     StoredPiece,
     StoredTensor,
     is_user,
-    whole_box,
 )
 from ..._archive.blocks import changed_meanwhile
-from ..._archive.reader import Files, Read, read_all, reads_of
+from ..._archive.reader import Files, Read, read_all, reads_of, sample
 from ..._archive.walk import leaves, map_values
 from ..._engine.state_store import store_of
 from ..._layout.box import Box
 from ..._progress import progress_bar
 from ...errors import CheckpointError
 from .._arguments import Rename, renamed
-from .._formats.flat_files import Shapes
 from .._formats.manifest import MANIFEST, file_name
 from .._formats.native import EXTRA, EXTRA_STATE, NativeCheckpoint
 from .._formats.optimizer_tree import name_optimizer
-from .._formats.rank_merge import sample
 from .._formats.recognition import open_archive
 from .._formats.tree import without_ddp
 from .._live.model import HeldPart
@@ -187,7 +184,7 @@ class Source:
         if not isinstance(leaf, StoredTensor):
             return leaf
         target = torch.empty(leaf.shape, dtype=leaf.dtype)
-        self.reads += reads_of(leaf, whole_box(leaf.shape), target)
+        self.reads += reads_of(leaf, Box.of_whole(leaf.shape), target)
         return target.numpy() if leaf.is_array else target
 
     def copy(self) -> tuple[str, int, int]:
@@ -306,7 +303,7 @@ def _records(sources: Iterable[Any]) -> list[tuple[Path, Checksum]]:
 
 def open_source(
     path: Path,
-    shapes: Callable[[], Shapes],
+    shapes: Callable[[], Archive],
     rename: Rename | None,
     ignore_class: Collection[str],
     call: str,
@@ -319,7 +316,7 @@ def open_source(
     known = shapes()
     archive = open_archive(path, known, ignore_class, keep_module=True)
     source = Source(archive, rename, call)
-    if not source.names & known.entries.keys():
+    if not source.names & known.tensors.keys():
         without_ddp(archive)
         source = Source(archive, rename, call)
     return source

@@ -1,4 +1,4 @@
-"""Formats of checkpoints: a reader makes a `Content` of paths, and `tree` an `Archive` of that.
+"""Formats of checkpoints: a reader makes an `Archive` of paths, whose nested values `tree` divides.
 
 Values are read when they are needed, and their checksums are compared first if the format has any.
 Nothing that a file holds is run.
@@ -12,7 +12,7 @@ what ``pickle.Unpickler`` or ``json`` needs for a crafted input, see `pickles`.
   share; ``tree``, ``optimizer_tree``: the sections of nested values
 - native: ``manifest``, ``native``; safetensors: ``safetensors_files``; torch.save:
   ``torch_save``, on ``pickles``
-- several files of torch.save: ``rank_files``, ``rank_merge``, ``sharded_records``; flat parameters
-  of FSDP1: ``flat_files``
+- several files of torch.save: ``rank_files``, ``sharded_records``; flat parameters of FSDP1:
+  ``flat_files``
 - torch.distributed.checkpoint: ``dcp``; directories of Accelerate, Lightning and others:
   ``client_directories``"""

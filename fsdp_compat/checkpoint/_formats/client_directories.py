@@ -5,21 +5,20 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ..._archive.archive import Archive, Content
+from ..._archive.archive import Archive
 from ..._archive.blocks import damaged
 from ..._archive.texts import brief, count_in, found_in, parse_json, read_text
 from ...errors import CheckpointError
 from .dcp import is_dcp, read_dcp
-from .flat_files import Shapes
 from .paths import member, require_inside
 from .rank_files import read_rank_files, read_torch_save
 from .safetensors_files import read_safetensors
-from .torch_save import read_torch_file
-from .tree import archive_of
+from .torch_save import ReadOptions, read_torch_file
+from .tree import divided
 
 _INDEX = r"(?:_(?P<index>\d{1,4}))?"
 _FSDP_PART = re.compile(
@@ -41,9 +40,7 @@ _BESIDE_DCP = {"meta.pt": "Fabric", "common.pt": "Megatron-FSDP"}  # or Lightnin
 _Parts = dict[str, list[Path]]
 
 
-def read_client_directory(
-    path: Path, shapes: Shapes | None = None, ignore_class: Collection[str] = ()
-) -> Archive | None:
+def read_client_directory(path: Path, options: ReadOptions) -> Archive | None:
     """Return what a directory of one of these libraries holds; None if it is not one.
 
     - Accelerate, and the Trainer's ``checkpoint-500``: each model and optimizer as FULL
@@ -52,56 +49,53 @@ def read_client_directory(
     - Lightning and Fabric: ``.metadata`` and ``meta.pt``; Megatron-FSDP: ``common.pt``
 
     Schedulers, scalers and registered objects are in ``extra``; the state of single processes, such
-    as random numbers, is named in ``left_out``. ignore_class: as for ``inspect``. Raises
-    CheckpointError and OSError."""
+    as random numbers, is named in ``left_out``. Raises CheckpointError and OSError."""
     if is_dcp(path):
-        return _with_values_beside(path, ignore_class)
+        return _with_values_beside(path, options)
     names = sorted(os.listdir(path))
     parts, plain = _fsdp_parts(path, names), _plain_models(path, names)
     has_models = any(key.startswith("model") for key in parts)
     is_signed = any(map(_SIGNS.fullmatch, names))
     if not (has_models or (plain and (parts or is_signed)) or (parts and is_signed)):
         return None
-    sections: dict[str, Any] = {}
-    world_sizes, left_out = [0], list[str]()
+    kind = "Trainer" if _TRAINER_STATE in names else "Accelerate"
+    archive = Archive(path, kind, {}, as_saved={})
     used = parts if has_models else {**plain, **parts}
     for key in sorted(used, key=lambda key: (len(key), key)):
-        found = _read(used[key], shapes, ignore_class)
-        inside = found.tree.get(key.partition("_")[0]) if isinstance(found.tree, dict) else None
-        sections[key] = inside if isinstance(inside, dict) else found.tree
-        world_sizes.append(found.world_size or 0)
-        left_out += [f"{key}: {text}" for text in found.left_out]
+        found = _read(used[key], options)
+        tree = found.as_saved
+        inside = tree.get(key.partition("_")[0]) if isinstance(tree, dict) else None
+        archive.as_saved[key] = inside if isinstance(inside, dict) else tree
+        archive.world_size = max(archive.world_size or 0, found.world_size or 0) or None
+        archive.left_out += [f"{key}: {text}" for text in found.left_out]
     if has_models:
         copies = [file.name for files in plain.values() for file in files]
-        left_out += [f"{name}: a further copy of the model" for name in copies]
-    kind = "Trainer" if _TRAINER_STATE in names else "Accelerate"
-    archive = archive_of(Content(path, kind, sections, max(world_sizes) or None, left_out))
-    archive.as_saved = None  # the files are several
-    _add_values(archive, path, names, ignore_class)
+        archive.left_out += [f"{name}: a further copy of the model" for name in copies]
+    divided(archive).as_saved = None  # the files are several
+    _add_values(archive, path, names, options)
     return archive
 
 
 # -- Lightning, Fabric, Megatron-FSDP
 
 
-def _with_values_beside(path: Path, ignore_class: Collection[str]) -> Archive | None:
+def _with_values_beside(path: Path, options: ReadOptions) -> Archive | None:
     """Return a torch.distributed.checkpoint with a file of plain values, or None without it."""
     name = next((name for name in _BESIDE_DCP if (path / name).is_file()), None)
     if name is None:
         return None
-    content = read_dcp(path)
-    left_out = [*content.left_out]
-    values = _torch_values(member(path, name), left_out, ignore_class)
+    archive = read_dcp(path)
+    values = _torch_values(member(path, name), archive.left_out, options)
     values = values if isinstance(values, dict) else {"values": values}
-    kind = "Lightning" if "pytorch-lightning_version" in values else _BESIDE_DCP[name]
-    tree = {**values, **content.tree}
-    return archive_of(content._replace(kind=kind, tree=tree, left_out=left_out))
+    archive.kind = "Lightning" if "pytorch-lightning_version" in values else _BESIDE_DCP[name]
+    archive.as_saved = {**values, **archive.as_saved}
+    return divided(archive)
 
 
-def _torch_values(path: Path, left_out: list[str], ignore_class: Collection[str]) -> Any:
+def _torch_values(path: Path, left_out: list[str], options: ReadOptions) -> Any:
     """Return the values of a torch.save file; if they are refused, {} with a note."""
     try:
-        return read_torch_file(path, ignore_class=ignore_class)
+        return read_torch_file(path, options.ignore_class)
     except CheckpointError as error:
         left_out.append(f"{path.name}: {found_in(error)}")
         return {}
@@ -148,26 +142,24 @@ def _plain_models(path: Path, names: Iterable[str]) -> _Parts:
     return found
 
 
-def _read(files: list[Path], shapes: Shapes | None, ignore_class: Collection[str]) -> Content:
+def _read(files: list[Path], options: ReadOptions) -> Archive:
     """Return one model or optimizer."""
     first = files[0]
     if first.is_dir():
         return read_dcp(first)
     if len(files) > 1 or "_rank" in first.name:
-        return read_rank_files(files, shapes, ignore_class)
+        return read_rank_files(files, options)
     if ".safetensors" in first.name:
         return read_safetensors(first)
-    return read_torch_save(first, shapes, ignore_class)
+    return read_torch_save(first, options)
 
 
-def _add_values(
-    archive: Archive, path: Path, names: Iterable[str], ignore_class: Collection[str]
-) -> None:
+def _add_values(archive: Archive, path: Path, names: Iterable[str], options: ReadOptions) -> None:
     """Enter the step and the plain values beside model and optimizer."""
     for name in names:
         if match := _VALUES.fullmatch(name):
             file = require_inside(path, path / name)
-            values = _torch_values(file, archive.left_out, ignore_class)
+            values = _torch_values(file, archive.left_out, options)
             if values != {}:
                 archive.extra[match[1]] = values
         elif _OF_ONE_PROCESS.fullmatch(name):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 import os
 import pickle
 import re
@@ -23,18 +24,16 @@ import torch
 from ..._archive.archive import (
     Archive,
     Chunk,
-    Content,
     NotRead,
     Span,
     StoredPiece,
     StoredTensor,
-    coverage_problem,
-    whole_box,
+    of_parts,
 )
 from ..._archive.blocks import damaged, new_file, sync_directory
 from ..._archive.header import TensorInfo, is_quantized, read_header
 from ..._archive.reader import SLAB_NBYTES, Files, read_all, read_box
-from ..._archive.texts import brief, count_in, found_in, identity_of, open_file, shape_in, text_in
+from ..._archive.texts import brief, count_in, found_in, identity_of, open_file, text_in
 from ..._archive.threads import for_each
 from ..._archive.walk import LEFT_OUT
 from ..._layout.box import Box
@@ -42,7 +41,7 @@ from ..._progress import Tick
 from ..._torch_private import place_in_file
 from ...errors import CheckpointError, UsageError
 from .paths import member
-from .pickles import Record
+from .pickles import Record, counts_of, shape_of
 from .safetensors_files import of_info
 from .torch_save import ZIP, read_torch_range, state_dict_of, unpickle
 from .writers import WriteOptions, dtype_to_write
@@ -79,7 +78,7 @@ def is_dcp(path: Path) -> bool:
     return path.is_dir() and bool(_metadata_files(path))
 
 
-def read_dcp(path: Path) -> Content:
+def read_dcp(path: Path) -> Archive:
     """Return what is described by ``.metadata``, or by ``__0.metadata``, ... of ranks that do not
     coordinate. Raises CheckpointError for damage, gaps and overlaps; OSError."""
     metadata = _metadata_files(path)
@@ -101,7 +100,8 @@ def read_dcp(path: Path) -> Content:
     if len({*places}) < len(places):
         raise _damaged(path, "two values at one place in the files")
     tree = _nested([(keys, value) for keys, value in values if value is not LEFT_OUT], path)
-    return Content(path, KIND, tree, directory.world_size(), directory.left_out)
+    num_ranks, left_out = directory.world_size(), directory.left_out
+    return Archive(path, KIND, {}, as_saved=tree, world_size=num_ranks, left_out=left_out)
 
 
 def _damaged(path: Path, got: str) -> CheckpointError:
@@ -124,7 +124,7 @@ def _entries_of(path: Path) -> Iterator[_Entry]:
     try:
         with open(open_file(path), "rb") as file:
             content = file.read()  # of any length: only a small file must not ask for much
-        found = unpickle(content, path, max_nbytes=len(content))
+        found = unpickle(content, path)
         if not found.name.endswith(".Metadata"):
             raise ValueError(f"a {found.name}")
         places = {}
@@ -132,7 +132,7 @@ def _entries_of(path: Path) -> Iterator[_Entry]:
             name, offset = text_in(index.fields["fqn"]), index.fields.get("offset")
             if extensions := info.fields.get("transform_descriptors"):
                 raise ValueError(f"{name!r} was saved through extensions ({extensions!r:.100})")
-            places[name, None if offset is None else shape_in(list(offset))] = _FileRange(
+            places[name, None if offset is None else counts_of(offset)] = _FileRange(
                 text_in(info.fields["relative_path"]),
                 count_in(info.fields["offset"]),
                 count_in(info.fields["length"]),
@@ -155,17 +155,17 @@ def _described(
     """Return dtype, shape and places of an entry."""
     kind = facts.name.rpartition(".")[2]
     if kind == "BytesStorageMetadata":
-        return None, (), {whole_box(()): places[name, None]}
+        return None, (), {Box.of_whole(()): places[name, None]}
     if kind != "TensorStorageMetadata":
         raise ValueError(f"{name!r} is a {facts.name:.100}")
     properties = facts.fields["properties"]
     dtype = (properties.state if not properties.fields else [properties.fields["dtype"]])[0]
     if not isinstance(dtype, torch.dtype) or is_quantized(dtype):
         raise TypeError(f"{name!r} has a dtype {dtype!r:.100}")
-    shape = shape_in(list(facts.fields["size"]))
+    shape = shape_of(facts.fields["size"])
     found = {}
     for chunk in facts.fields["chunks"]:
-        box = Box(*(shape_in(list(chunk.fields[key])) for key in ("offsets", "sizes")))
+        box = Box(counts_of(chunk.fields["offsets"]), shape_of(chunk.fields["sizes"]))
         if len(box.offsets) != len(box.sizes) or (box.numel and len(box.sizes) != len(shape)):
             raise ValueError(f"{name!r}, of shape {list(shape)}, has a chunk {box}")
         if box.numel:
@@ -231,11 +231,12 @@ class _Directory:
         name, _, dtype, shape, places = entry
         if dtype is None:
             return self._plain_value(name, *places.values())
-        if problem := coverage_problem(shape, [*places]):
-            got = f"{name!r}, of shape {list(shape)}: {problem}"
-            raise _damaged(self._path, got)
-        pieces = (self._piece(name, dtype, box, place) for box, place in places.items())
-        return StoredTensor(name, dtype, shape, tuple(pieces))
+        pieces = [self._piece(name, dtype, box, place) for box, place in places.items()]
+        try:
+            return of_parts(name, dtype, shape, pieces)
+        except ValueError as error:
+            got = f"{name!r}, of shape {list(shape)}: {error}"
+            raise _damaged(self._path, got) from error
 
     def _plain_value(self, name: str, place: _FileRange) -> Any:
         path = self._file(place).path
@@ -420,13 +421,11 @@ def _is_nested(value: Any) -> bool:
 def _boxes(tensor: StoredTensor, options: WriteOptions) -> Iterator[tuple[int, Box]]:
     """Yield the chunks of a tensor with their ranks, which hold rows as torch.chunk cuts them."""
     if not tensor.shape or not tensor.numel:
-        yield 0, whole_box(tensor.shape)
+        yield 0, Box.of_whole(tensor.shape)
         return
     rows, *rest = tensor.shape
-    share = -(-rows // options.world_size)
-    at_once = max(SLAB_NBYTES // max(tensor.nbytes // rows, 1), 1)
+    share, at_once = -(-rows // options.world_size), SLAB_NBYTES // tensor.dtype.itemsize
     for rank, first in enumerate(range(0, rows, share)):
-        stop = min(first + share, rows)
-        for start in range(first, stop, at_once):
-            sizes = (min(at_once, stop - start), *rest)
-            yield rank, Box((start, *(0,) * len(rest)), sizes)
+        part = Box((first, *(0,) * len(rest)), (min(share, rows - first), *rest))
+        for box in part.cut(max(at_once, math.prod(rest))):
+            yield rank, box

@@ -8,29 +8,22 @@ Otherwise they follow one another in the order of the modules."""
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import itertools
 import math
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
-from ..._archive.archive import Archive, Span, StoredTensor
-from ..._archive.reader import Files
-from ..._archive.texts import brief
+from ..._archive.archive import Archive, LazyPieces, Span, StoredPiece, StoredTensor, pieces_of_run
 from ..._layout.box import Box
-from ..._layout.spec import FlatLayout, ParamSpec, flat_layout
+from ..._layout.spec import FlatLayout, Interval, ParamSpec, flat_layout
 from ..._state.units import clean_name as plain_name
 from ..._text import joined
-from ...errors import CheckpointError, UsageError
-from .rank_merge import sample
-from .sharded_records import RankPart, in_shape
+from ...errors import CheckpointError
+from .sharded_records import RankPart
 
+OF_MODEL = "the model itself"  # kind of an archive of shapes without values
+_IN_ORDER = (OF_MODEL, "torch.save")  # kinds of archives in the order of the modules
 _FLAT = re.compile(r"_?flat_param(_\d+)?")  # with a number: a unit with several of them
 _FLAT_TEXT = "shapes of flat parameters: local state dicts of FSDP1 do not hold them; pass --shapes"
 _MAX_LEVELS = 4
@@ -38,73 +31,16 @@ _MAX_LEVELS = 4
 _Node = dict[Any, Any]
 
 
-# -- shapes
-
-
-@dataclasses.dataclass(frozen=True)
-class Shapes:
-    """The parameters of a model, by their names in the unwrapped model. May include buffers."""
-
-    entries: dict[str, tuple[int, ...]]  # in the order of the modules, if is_ordered
-    ties: dict[str, str] = dataclasses.field(default_factory=dict)
-    # ^ second names of tied parameters: the first name of each
-    is_ordered: bool = True
-    # The checkpoint they come from, which may hold a tied parameter under each name.
-    source: Archive | None = dataclasses.field(default=None, compare=False, repr=False)
-
-
-def shapes_from_callable(place: str) -> Shapes:
-    """Return the shapes of the model that a class or function without arguments returns, called on
-    the meta device. place: "my.module:make_model", importable from the current directory. Raises
-    UsageError."""
-    module_name, colon, name = place.partition(":")
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        if not colon:
-            raise ValueError("a path that does not exist, or no colon before the function")
-        model: Any = importlib.import_module(module_name)
-        for part in name.split("."):
-            model = getattr(model, part)
-        if not isinstance(model, nn.Module):
-            with torch.device("meta"):
-                model = model()
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"a {type(model).__name__}")
-    except Exception as error:  # of the user's code, too
-        raise UsageError.of(
-            "The shapes of the model cannot be found.",
-            expected='a checkpoint of whole tensors, or "my.module:make_model", a function without '
-            "arguments that returns a module",
-            got=brief(error),
-            where=repr(place),
-            fix="pass a function that can be imported from the current directory",
-        ) from error
-    finally:
-        sys.path.remove(str(Path.cwd()))
-    entries: dict[str, tuple[int, ...]] = {}
-    ties: dict[str, str] = {}
-    first_names: dict[int, str] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        first = first_names.setdefault(id(param), name)
-        if first != name:
-            ties[name] = first
-        else:
-            entries[name] = tuple(param.shape)
-    return Shapes(entries, ties)
-
-
-# -- flat parameters
-
-
 class FlatParams:
-    """The flat parameters in the values of all ranks. Without shapes they stay flat, which is noted
-    in ``left_out``. Raises CheckpointError and OSError."""
+    """The flat parameters in the values of all ranks. shapes: of whole tensors of the unwrapped
+    model; without, they stay flat, which is noted in ``left_out``. Raises CheckpointError."""
 
-    def __init__(self, shapes: Shapes | None, where: Path, files: Files) -> None:
-        self._shapes, self._where, self._files = shapes or Shapes({}), where, files
-        self._stays_flat = shapes is None
+    def __init__(self, shapes: Archive | None, where: Path) -> None:
+        self._stays_flat, self._where = shapes is None, where
+        shapes = shapes or Archive(where, OF_MODEL, {})
+        self._shapes = {name: tensor.shape for name, tensor in shapes.tensors.items()}
+        self._ties, self._is_ordered = shapes.aliases, shapes.kind in _IN_ORDER
         self.left_out: list[str] = []
-        self._ties = dict(self._shapes.ties)
         self._found: dict[tuple[tuple[str, ...], Any], _Flat] = {}  # by path of the node, and key
 
     def take_views(self, tree: Any) -> None:
@@ -157,7 +93,7 @@ class FlatParams:
         found: dict[int, ParamSpec] = {}
         for name in sorted(flat.views, key=lambda name: name in self._ties):
             start, numel = min(flat.views[name]), sum(flat.views[name].values())
-            sizes = self._shapes.entries.get(self._ties.get(name, name))
+            sizes = self._shapes.get(self._ties.get(name, name))
             sizes = (numel,) if self._stays_flat else sizes
             if sizes is not None and math.prod(sizes) == numel:
                 found.setdefault(start, ParamSpec(name, sizes, start))
@@ -176,49 +112,30 @@ class FlatParams:
         }
         return [
             name
-            for name, shape in self._shapes.entries.items()
+            for name, shape in self._shapes.items()
             if whole.get(name) != shape and name.startswith(prefix) and not name.startswith(inner)
         ]
 
     def _in_order(self, key: Any, names: list[str], numel: int) -> Sequence[ParamSpec]:
         """Return the parameters one after the other, if they fill a flat one."""
-        numels = {name: math.prod(self._shapes.entries[name]) for name in names}
-        rest = sum(numels.values()) - numel
-        if rest > 0:
-            self._ties |= (ties := self._ties_by_value(names, rest))
-            names = [name for name in names if name not in ties]
-            rest -= sum(numels[name] for name in ties)
-        if rest:
+        shapes = [self._shapes[name] for name in names]
+        numels = dict(zip(names, map(math.prod, shapes), strict=True))
+        if sum(numels.values()) != numel:
             got = f"{numel} elements for {sum(numels.values())}: {_listed(numels)}"
             raise self._unclear(key, got)
-        if not self._shapes.is_ordered and len(names) > 1:
-            raise self._unclear(key, "sorted names: the order of the parameters is lost")
-        shapes = [self._shapes.entries[name] for name in names]
+        if not self._is_ordered and len(names) > 1:
+            raise self._unclear(key, "shapes in a form that loses the order of the parameters")
         return flat_layout(names, shapes, ranks=1, align=1).params
-
-    def _ties_by_value(self, names: list[str], most: int) -> dict[str, str]:
-        """Return matrices of at most ``most`` elements that equal an earlier one, with its name:
-        torch's full state dicts do not record ties, and vectors are often equal by chance."""
-        stored = {} if self._shapes.source is None else self._shapes.source.tensors
-        firsts: dict[Any, str] = {}
-        ties = {}
-        for name in filter(stored.__contains__, names):
-            tensor = stored[name]
-            if len(tensor.shape) > 1 and 0 < tensor.numel <= most:
-                content = (tensor.dtype, tensor.shape, sample(tensor, self._files))
-                if (first := firsts.setdefault(content, name)) != name:
-                    ties[name] = first
-        return ties
 
     def _unclear(self, key: Any, got: str) -> CheckpointError:
         return CheckpointError.of(
             f"{key} cannot be split into its parameters.",
             expected="shapes of the model, whose sizes add up to it: local state dicts of FSDP1 "
             "do not hold them",
-            got=got if self._shapes.entries else "no shapes",
+            got=got if self._shapes else "no shapes",
             where=str(self._where),
-            fix="pass shapes (--shapes): my.module:make_model, a function that returns the model, "
-            "or a full checkpoint of torch.save of the same model",
+            fix="pass shapes (--shapes): a file of torch.save(model.state_dict(), path), of the "
+            "same model before wrapping; its values do not matter",
         )
 
 
@@ -249,7 +166,8 @@ def _place_in(flat: RankPart, view: Any) -> int | None:
     """Return the element of a flat parameter that a tensor begins with in memory, or None."""
     if not isinstance(view, StoredTensor) or not view.numel:
         return None
-    source = view.pieces[0].source
+    (piece,) = view.pieces
+    source = piece.source
     for part in flat.pieces:
         if isinstance(part.source, Span) and isinstance(source, Span):
             at = (source.start - part.source.start) // flat.dtype.itemsize
@@ -269,11 +187,13 @@ def _prefix(key: Any) -> str:
 
 def _cut(flat: StoredTensor, param: ParamSpec) -> StoredTensor:
     """Return a parameter of a flat one."""
-    box, found = Box((param.start,), (param.numel,)), []
-    for held in (flat.pieces, flat.copies):
-        runs = dataclasses.replace(flat, pieces=held).pieces_in(box)
-        firsts = ((run, run.box.offsets[0] - param.start) for run in runs)
-        boxes = (in_shape(run, first, param.shape, flat.dtype) for run, first in firsts)
-        found.append(tuple(itertools.chain.from_iterable(boxes)))
-    pieces, copies = found
-    return StoredTensor("", flat.dtype, param.shape, pieces, copies)
+
+    def pieces(held: tuple[StoredPiece, ...] | LazyPieces) -> Iterator[StoredPiece]:
+        box, itemsize = Box((param.start,), (param.numel,)), flat.dtype.itemsize
+        for piece in dataclasses.replace(flat, pieces=held).pieces_in(box):
+            first = piece.box.offsets[0] - param.start
+            run = Interval(first, first + piece.box.numel)
+            yield from pieces_of_run(param.shape, run, piece.source, itemsize, piece.holder)
+
+    found = tuple(pieces(flat.pieces)), tuple(pieces(flat.copies))
+    return StoredTensor("", flat.dtype, param.shape, *found)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import math
 import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,13 +24,11 @@ from ..._archive.archive import (
     Span,
     StoredPiece,
     StoredTensor,
-    intersection,
+    in_one_piece,
     is_per_element,
     is_user,
-    moved,
     of_memory,
     pieces_of_run,
-    whole_box,
 )
 from ..._archive.blocks import BLOCK_NBYTES, FileFacts, damaged
 from ..._archive.header import TensorInfo, dtype_name, is_known, length_of_header, parse_header
@@ -39,7 +38,7 @@ from ..._archive.threads import for_each
 from ..._archive.walk import map_values
 from ..._comm.host_memory import memory_of
 from ..._layout.box import Box, Piece, Share
-from ..._layout.spec import Interval, flat_layout, row_major_strides, runs_of_part
+from ..._layout.spec import Interval, extent, flat_layout, row_major_strides, runs_of_part
 from ..._progress import Tick
 from ...errors import CheckpointError, UsageError
 from .._folder.directory import latest
@@ -299,33 +298,30 @@ class NativeCheckpoint:
     def _pieces(
         self, saved: SavedParameter, dtype: torch.dtype, entry_of: _EntryOf, box: Box | None
     ) -> Iterator[StoredPiece]:
+        zero = torch.zeros((), dtype=dtype)
         for group, index in saved.places:
             part, numel = group.pieces[index], group.layout.shard_numel
-            for number, run, first in self._runs(group, index, box or whole_box(saved.shape)):
-                entry, start = entry_of(group, index, number), first * dtype.itemsize
-                if entry is not None:
-                    start += self._start_of(number, entry, dtype, numel)
-                path = self._paths[number]
-                for piece in pieces_of_run(part.shape, run, path, start, dtype.itemsize, number):
-                    place, source = moved(piece.box, part.offsets), piece.source
-                    if entry is None:
-                        source = torch.zeros((), dtype=dtype).expand(place.sizes)
-                    yield StoredPiece(place, source, number)
+            for number, run, first in self._runs(group, index, box or Box.of_whole(saved.shape)):
+                source: Span | torch.Tensor = zero.expand(run.numel)
+                if (entry := entry_of(group, index, number)) is not None:
+                    start = self._start_of(number, entry, dtype, numel) + first * dtype.itemsize
+                    source = Span(self._paths[number], start, (1,))
+                yield from pieces_of_run(
+                    part.shape, run, source, dtype.itemsize, number, part.offsets
+                )
 
     def _runs(self, group: FlatGroup, index: int, box: Box) -> Iterator[tuple[int, Interval, int]]:
         """Yield where a group has the elements of a box, with those between them: (file, elements
         of the group's part, the first of them in the shard)."""
         part = group.pieces[index]
-        common = intersection(Box(part.offsets, part.shape), box)
+        common = Box(part.offsets, part.shape).intersection(box)
         if common is None:
             return
-        strides, starts = row_major_strides(part.shape), moved(common, [-at for at in part.offsets])
-        first = sum(map(int.__mul__, starts.offsets, strides))
-        last = first + sum(
-            (size - 1) * step for size, step in zip(common.sizes, strides, strict=True)
-        )
+        strides = row_major_strides(part.shape)
+        first = sum(map(int.__mul__, common.in_part(part.offsets).offsets, strides))
+        stop = first + extent(common.sizes, strides)
         axis = self.manifest.axes[group.axis]
-        for run in runs_of_part(group.layout, index, Interval(first, last + 1)):
+        for run in runs_of_part(group.layout, index, Interval(first, stop)):
             elements = Interval(0, run.in_shard.numel).shifted(first + run.start)
             yield axis[run.rank], elements, run.in_shard.start
 
@@ -343,10 +339,9 @@ class NativeCheckpoint:
         """Return an encoded value, with StoredTensors in place of tensors."""
 
         def get(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> StoredTensor:
-            box = whole_box(shape)
-            start = self._start_of(number, name, dtype, box.numel)
+            start = self._start_of(number, name, dtype, math.prod(shape))
             span = Span(self._paths[number], start, row_major_strides(shape))
-            return StoredTensor(where, dtype, shape, (StoredPiece(box, span, number),))
+            return in_one_piece(where, dtype, shape, span, number)
 
         return decode(encoded, where, get)
 

@@ -25,13 +25,14 @@ from typing import Any
 import torch
 
 from ..._archive.archive import NotRead, StoredTensor, of_memory
-from ..._archive.texts import MAX_TEXT_NBYTES, brief
+from ..._archive.texts import brief
 from ...errors import CheckpointError
 
 _MAX_DEPTH = 128
 _MAX_VALUES = 50_000_000  # or a value per byte
 _MAX_NAME_LENGTH = 200
 _MAX_DIMS = 64
+_MAX_NUMEL = 1 << 60
 _MAX_KEY_LENGTH = 1000  # characters of a tuple that is a key
 
 
@@ -106,29 +107,25 @@ def refused(
 
 
 def unpickled(
-    data: bytes | io.BytesIO,
+    data: bytes,
     where: Path,
     persistent: Callable[[Any], Any] | None = None,
+    ignore_class: Collection[str] = (),
     *,
     table: Table,
-    ignore_class: Collection[str] = (),
-    max_nbytes: int = MAX_TEXT_NBYTES,
 ) -> Any:
     """Return the value of one pickle: plain containers and values, with StoredTensor, RankPart,
     Record (metadata of dcp) and Ignored as leaves. Sizes become tuples, devices and paths texts,
-    time spans seconds, namespaces dicts, arrays tensors. Reads a stream no further. persistent:
-    returns the storage of an id. ignore_class: full names of classes. Raises CheckpointError for
-    any name that is not in the table, and for damage."""
+    time spans seconds, namespaces dicts, arrays tensors. persistent: returns the storage of an id.
+    ignore_class: full names of classes. Raises CheckpointError for any name that is not in the
+    table, and for damage."""
     with refusing(where):
-        stream = io.BytesIO(data) if isinstance(data, bytes) else data
-        if (nbytes := stream.getbuffer().nbytes) > max_nbytes:
-            raise Refused(f"more than {max_nbytes} bytes of values that are not tensors")
         if getattr(copyreg, "_extension_cache", None):
             raise Refused("names that this program has registered with copyreg.add_extension")
-        unpickler = _Unpickler(stream, where, table, ignore_class)
+        unpickler = _Unpickler(data, where, table, ignore_class)
         if persistent is not None:
             unpickler.persistent_load = persistent  # type: ignore[method-assign]
-        return _Values(max(_MAX_VALUES, nbytes)).of(unpickler.load())
+        return _Values(max(_MAX_VALUES, len(data))).of(unpickler.load())
 
 
 # -- what the Unpickler makes
@@ -197,9 +194,9 @@ def _with_attributes(function: Any, kind: Any, args: Any, state: Any) -> StandIn
 
 class _Unpickler(pickle.Unpickler):
     def __init__(
-        self, file: io.BytesIO, where: Path, table: Table, ignore_class: Collection[str]
+        self, data: bytes, where: Path, table: Table, ignore_class: Collection[str]
     ) -> None:
-        super().__init__(file, encoding="utf-8")  # of the texts of Python 2
+        super().__init__(io.BytesIO(data), encoding="utf-8")  # of the texts of Python 2
         self._where, self._table, self._ignored = where, table, ignore_class
         self._known: dict[str, Any] = {
             "builtins.getattr": _Function(self._inside),
@@ -308,18 +305,21 @@ def _key(key: Any) -> Any:
     return key
 
 
-def shape_of(value: Any) -> tuple[int, ...]:
-    """Return the sizes of a pickled shape. Raises Refused."""
+def counts_of(value: Any) -> tuple[int, ...]:
+    """Return a short sequence of numbers from 0 on, such as strides. Raises Refused."""
     if not isinstance(value, (tuple, list)) or len(value) > _MAX_DIMS:
         raise Refused("a shape that is not a short sequence")
-    numel = 1
-    for size in value:
-        if type(size) is not int or size < 0:
-            raise Refused("a shape that is not whole numbers from 0 on")
-        numel *= max(size, 1)
-        if numel >= 1 << 60:  # before the product of huge numbers takes long
-            raise Refused("a shape of more than 2**60 elements")
+    if not all(type(number) is int and 0 <= number < _MAX_NUMEL for number in value):
+        raise Refused("a shape that is not whole numbers from 0 on, below 2**60")
     return tuple(value)
+
+
+def shape_of(value: Any) -> tuple[int, ...]:
+    """Return the sizes of a pickled shape. Raises Refused."""
+    shape = counts_of(value)
+    if math.prod(size or 1 for size in shape) >= _MAX_NUMEL:
+        raise Refused("a shape of more than 2**60 elements")
+    return shape
 
 
 # -- values of the standard library and of numpy

@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from ..._archive.archive import Archive, Content, NotRead, Unrecognised, coverage_problem
+from ..._archive.archive import Archive, NotRead, Unrecognised
 from ..._archive.blocks import damaged
 from ..._archive.texts import open_file
 from ..._progress import elapsing
@@ -18,18 +18,17 @@ from ...errors import CheckpointError, wrong_type
 from .._folder.directory import STEP
 from .client_directories import read_client_directory
 from .dcp import is_dcp, read_dcp
-from .flat_files import Shapes, shapes_from_callable
 from .manifest import MANIFEST, file_name, read_manifest
 from .native import native_in, read_native
 from .paths import require_inside
 from .rank_files import TORCH_SUFFIXES, rank_groups, read_rank_files, read_torch_save
 from .safetensors_files import (
     INDEX,
-    is_sharded_safetensors,
     read_safetensors,
     read_sharded_safetensors,
 )
-from .tree import archive_of, without_ddp
+from .torch_save import ReadOptions
+from .tree import divided, without_ddp
 
 _TORCH_INDEX = "pytorch_model.bin.index.json"
 _DEEPSPEED = re.compile(r"(\w+_)?mp_rank_\d+_\w+_states\.pt")
@@ -39,7 +38,7 @@ UNFINISHED = re.compile(r"\.(?!removed-)(.+)-[0-9a-f]{32}")  # as `_publishing` 
 
 def open_archive(
     path: str | os.PathLike[str],
-    shapes: Shapes | str | os.PathLike[str] | None = None,
+    shapes: Archive | str | os.PathLike[str] | None = None,
     ignore_class: Collection[str] = (),
     keep_module: bool = False,
     progress: bool = False,
@@ -48,11 +47,14 @@ def open_archive(
     keep_module: as for ``inspect``. progress: show how long it takes. Raises CheckpointError if it
     is unknown, damaged or refused."""
     path = Path(path)
-    known = _shapes_in(shapes)
+    if shapes is not None and not isinstance(shapes, Archive):
+        if not isinstance(shapes, (str, os.PathLike)):
+            raise wrong_type("shapes", "the path of a checkpoint, or None", shapes)
+        shapes = open_archive(shapes)
     try:
         title = f"reading the headers of {path.name}"
         with elapsing(progress, title), _without_garbage_collection():
-            archive = _archive_at(path, known, ignore_class)
+            archive = _archive_at(path, ReadOptions(shapes, ignore_class))
             require_lengths(archive)
     except OSError as error:
         raise CheckpointError.of(
@@ -82,60 +84,43 @@ def _without_garbage_collection() -> Iterator[None]:
 
 def problems_of(archive: Archive) -> list[str]:
     """Return every tensor whose elements are not covered exactly once, with what is wrong."""
-    found = []
-    for name, tensor in archive.all_tensors():
-        problem = coverage_problem(tensor.shape, [piece.box for piece in tensor.pieces])
-        if problem is not None:
-            found.append(f"{name}: {problem}")
-    return found
+    found = ((name, tensor.coverage_problem()) for name, tensor in archive.all_tensors())
+    return [f"{name}: {problem}" for name, problem in found if problem is not None]
 
 
-def _shapes_in(shapes: Shapes | str | os.PathLike[str] | None) -> Shapes | None:
-    if shapes is None or isinstance(shapes, Shapes):
-        return shapes
-    if not isinstance(shapes, (str, os.PathLike)):
-        raise wrong_type("shapes", 'a path, or "module:function", or None', shapes)
-    if not os.path.lexists(shapes):
-        return shapes_from_callable(os.fspath(shapes))
-    archive = open_archive(shapes)
-    sizes = {name: tensor.shape for name, tensor in archive.tensors.items()}
-    # safetensors files lose the order of names
-    return Shapes(sizes, archive.aliases, "safetensors" not in archive.kind.lower(), archive)
-
-
-def _archive_at(path: Path, shapes: Shapes | None, ignore_class: Collection[str]) -> Archive:
+def _archive_at(path: Path, options: ReadOptions) -> Archive:
     if not path.is_dir():
         if path.name == MANIFEST and path.is_file():
             return read_native(path.parent)
-        return archive_of(_file(path, shapes, ignore_class))
+        return divided(_file(path, options))
     if native := native_in(path):
         return read_native(native)
     if (path / file_name(0)).is_file():
         read_manifest(path)  # raises
-    found = read_client_directory(path, shapes, ignore_class)
-    return found or archive_of(_directory(path, shapes, ignore_class))
+    found = read_client_directory(path, options)
+    return found or divided(_directory(path, options))
 
 
-def _directory(path: Path, shapes: Shapes | None, ignore_class: Collection[str]) -> Content:
+def _directory(path: Path, options: ReadOptions) -> Archive:
     names = sorted(os.listdir(path))
     if any(map(_DEEPSPEED.fullmatch, names)):
         raise _of_deepspeed(path, path.parent)
     if is_dcp(path):
         return read_dcp(path)
-    if is_sharded_safetensors(path):
-        return read_sharded_safetensors(path)
+    if found := read_sharded_safetensors(path):
+        return found
     if _TORCH_INDEX in names:
-        return read_torch_save(path / _TORCH_INDEX, shapes, ignore_class)
+        return read_torch_save(path / _TORCH_INDEX, options)
     files = [path / name for name in names if (path / name).is_file()]
     ranks = [file for group in rank_groups(files) for file in group.paths.values()]
     if ranks:
         files = [require_inside(path, file) for file in ranks]
-        return read_rank_files(files, shapes, ignore_class)
+        return read_rank_files(files, options)
     if INDEX in names or any(name.endswith(".safetensors") for name in names):
         return read_safetensors(path)
     files = [path / name for name in names if Path(name).suffix in TORCH_SUFFIXES]
     if len(files) == 1:
-        return _file(require_inside(path, files[0]), shapes, ignore_class)
+        return _file(require_inside(path, files[0]), options)
     steps = (each.name for each in path.glob("global_step*/*"))
     if _DEEPSPEED_SCRIPT in names or any(map(_DEEPSPEED.fullmatch, steps)):
         raise _of_deepspeed(path, path)
@@ -143,7 +128,7 @@ def _directory(path: Path, shapes: Shapes | None, ignore_class: Collection[str])
     raise unreadable(path, joined(names, 8, ", ") if names else "an empty directory")
 
 
-def _file(path: Path, shapes: Shapes | None, ignore_class: Collection[str]) -> Content:
+def _file(path: Path, options: ReadOptions) -> Archive:
     if not path.is_file():
         is_there = os.path.lexists(path)
         raise unreadable(path, "something that is neither" if is_there else "nothing at this path")
@@ -154,7 +139,7 @@ def _file(path: Path, shapes: Shapes | None, ignore_class: Collection[str]) -> C
             is_safetensors = file.read(9)[8:] == b"{"
         if is_safetensors or path.suffix in (".safetensors", ".json"):
             return read_safetensors(path)
-    return read_torch_save(path, shapes, ignore_class)
+    return read_torch_save(path, options)
 
 
 def require_lengths(archive: Archive) -> None:

@@ -16,12 +16,11 @@ import torch
 
 from ..._archive.archive import (
     Archive,
-    Content,
     Span,
     StoredPiece,
     StoredTensor,
-    coverage_problem,
-    whole_box,
+    in_one_piece,
+    of_parts,
 )
 from ..._archive.blocks import damaged
 from ..._archive.header import METADATA, TensorInfo, encode_header, is_known, read_header
@@ -49,11 +48,10 @@ def span_of(info: TensorInfo, path: Path) -> Span:
 
 def of_info(info: TensorInfo, path: Path) -> StoredTensor:
     """Return a tensor of a safetensors file."""
-    pieces = (StoredPiece(whole_box(info.shape), span_of(info, path)),)
-    return StoredTensor(info.name, info.dtype, info.shape, pieces)
+    return in_one_piece(info.name, info.dtype, info.shape, span_of(info, path))
 
 
-def read_safetensors(path: Path) -> Content:
+def read_safetensors(path: Path) -> Archive:
     """Return the content of a file, of the files of an index, or of a directory with either."""
     index = path / INDEX if path.is_dir() else path
     if index.suffix == ".json" and index.exists():
@@ -78,7 +76,8 @@ def read_safetensors(path: Path) -> Content:
         for name, (_, info) in found.items()
         if info.packed
     ]
-    return Content(path, "safetensors", {"model": tree} if tree else {}, None, left_out)
+    values = {"model": tree} if tree else {}
+    return Archive(path, "safetensors", {}, as_saved=values, left_out=left_out)
 
 
 def _infos_in(file: Path) -> dict[str, tuple[Path, TensorInfo]]:
@@ -86,15 +85,28 @@ def _infos_in(file: Path) -> dict[str, tuple[Path, TensorInfo]]:
 
 
 def by_index(index: Path, read: Callable[[Path], Mapping[str, _T]]) -> dict[str, _T]:
-    """Return what an index lists, by name, in the order of the files. read: returns what a file
-    has. Raises CheckpointError if a file has less, and what ``read`` raises."""
-    places = _weight_map(index)
+    """Return what an index lists, by name, in the order of the files, which lie beside it. read:
+    returns what a file has. Raises CheckpointError if a file has less, and what ``read`` raises."""
+    try:
+        found = parsed(parse_json(read_text(index)), {"weight_map": {...: text_in}})
+        places: dict[str, str] = found["weight_map"]
+        for name in places.values():
+            if Path(name).name != name or "\0" in name:
+                raise ValueError(f"{name!r} is not the name of a file")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError.of(
+            "The index cannot be read.",
+            expected="JSON with a 'weight_map' from tensor names to names of files beside the "
+            "index",
+            got=brief(error),
+            where=str(index),
+            fix="copy it again, or remove it and pass the directory to read all its files",
+        ) from error
     files = {
         file: read(require_inside(index.parent, index.parent / file))
         for file in dict.fromkeys(places.values())
     }
-    missing = [name for name, file in places.items() if name not in files[file]]
-    if missing:
+    if missing := [name for name, file in places.items() if name not in files[file]]:
         raise CheckpointError.of(
             "The index does not match the files.",
             expected=f"{missing[0]!r} in {places[missing[0]]}",
@@ -110,38 +122,16 @@ def by_index(index: Path, read: Callable[[Path], Mapping[str, _T]]) -> dict[str,
     }
 
 
-def _weight_map(index: Path) -> dict[str, str]:
-    """Return the file of each tensor in an index, beside it."""
-    try:
-        found = parsed(parse_json(read_text(index)), {"weight_map": {...: text_in}})
-        places: dict[str, str] = found["weight_map"]
-        for name in places.values():
-            if Path(name).name != name or "\0" in name:
-                raise ValueError(f"{name!r} is not the name of a file")
-        return places
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError.of(
-            "The index cannot be read.",
-            expected="JSON with a 'weight_map' from tensor names to names of files beside the "
-            "index",
-            got=brief(error),
-            where=str(index),
-            fix="copy it again, or remove it and pass the directory to read all its files",
-        ) from error
-
-
 # -- reading parts of tensors
 
 
-def is_sharded_safetensors(path: Path) -> bool:
-    """Return whether a directory was written by HuggingFaceStorageWriter with save_distributed."""
-    return path.is_dir() and any(map(_SHARD.fullmatch, os.listdir(path)))
-
-
-def read_sharded_safetensors(path: Path) -> Content:
-    """Return the content. A missing last file may go unnoticed: shapes follow from parts."""
+def read_sharded_safetensors(path: Path) -> Archive | None:
+    """Return the content of a directory of HuggingFaceStorageWriter with save_distributed; None for
+    others. A missing last file may go unnoticed: shapes follow from parts."""
     files = sorted(filter(None, map(_SHARD.fullmatch, os.listdir(path))), key=lambda each: each[0])
-    parts: dict[str, dict[Box, StoredPiece]] = {}
+    if not files:
+        return None
+    parts: dict[str, list[StoredPiece]] = {}
     infos: dict[str, TensorInfo] = {}
     for file in files:
         header, metadata = read_header(member(path, file[0]))
@@ -154,20 +144,22 @@ def read_sharded_safetensors(path: Path) -> Content:
                 if info.dtype != first.dtype or len(dims) > 1:
                     raise ValueError(f"{name!r}: {first.dtype}, and {box} of {info.dtype}")
                 piece = StoredPiece(box, span_of(info, path / file[0]), int(file[1]) - 1)
-                parts.setdefault(name, {})[box] = piece
+                parts.setdefault(name, []).append(piece)
         except (ValueError, TypeError, LookupError) as error:
             raise damaged(
                 path / file[0], "parts of tensors, with their offsets", brief(error)
             ) from error
     tree = {}
     for name, pieces in parts.items():
-        ends = (map(int.__add__, box.offsets, box.sizes) for box in pieces)
+        ends = (map(int.__add__, piece.box.offsets, piece.box.sizes) for piece in pieces)
         shape = tuple(map(max, zip(*ends, strict=True)))
-        held = tuple(piece for box, piece in pieces.items() if box.numel)
-        if problem := coverage_problem(shape, [piece.box for piece in held]):
-            raise damaged(path, f"every element of {name!r}, of shape {list(shape)}", problem)
-        tree[name] = StoredTensor(name, infos[name].dtype, shape, held)
-    return Content(path, "sharded safetensors", tree, int(files[-1][1]))
+        try:
+            tree[name] = of_parts(name, infos[name].dtype, shape, pieces)
+        except ValueError as error:
+            expected = f"every element of {name!r}, of shape {list(shape)}"
+            raise damaged(path, expected, str(error)) from error
+    num_ranks = int(files[-1][1])
+    return Archive(path, "sharded safetensors", {}, as_saved=tree, world_size=num_ranks)
 
 
 # -- writing

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from ..._archive.archive import StoredPiece, StoredTensor
-from ..._layout.box import Box, cut_into_boxes
-from ..._layout.rows import CopiedLayout
-from ..._layout.spec import FlatLayout, Interval, ParamSpec, row_major_strides
+from ..._archive.archive import StoredPiece, StoredTensor, pieces_of_run
+from ..._layout.box import Box
+from ..._layout.rows import CopiedLayout, Cut
+from ..._layout.spec import FlatLayout, Interval, ParamSpec
 from .pickles import Record, Refused, shape_of
 
 # The few bytes of a placement can ask for any number of parts.
@@ -46,8 +46,12 @@ def d_tensor(local: Any, spec: Any) -> RankPart:
     for placement, num, index in zip(
         fields["placements"], _mesh_shape(fields["mesh"]), shape_of(coordinate), strict=True
     ):
-        if (cut := _cut(placement, len(shape))) is not None:
-            rows[cut[0]] = _share(rows[cut[0]], cut[1], num, index)
+        kind, dim = placement.name.rpartition(".")[2], placement.fields.get("dim", 0)
+        if kind == "Replicate":
+            continue
+        if kind not in ("Shard", "_StridedShard") or not -len(shape) <= dim < len(shape):
+            raise Refused(f"a DTensor of {len(shape)} dims with the placement {kind}({dim!r:.20})")
+        rows[dim] = _share(rows[dim], placement.fields.get("split_factor", 1), num, index)
     sizes = tuple(sum(part.numel for part in parts) for parts in rows)
     if sizes != local.shape:
         raise Refused(
@@ -74,42 +78,20 @@ def _mesh_shape(mesh: Record) -> list[int]:
     return found
 
 
-def _cut(placement: Any, num_dims: int) -> tuple[int, int] | None:
-    """Return the dim that a placement cuts, and in how many splits; None for replicas."""
-    kind, dim = placement.name.rpartition(".")[2], placement.fields.get("dim", 0)
-    if kind == "Replicate":
-        return None
-    if kind not in ("Shard", "_StridedShard") or not -num_dims <= dim < num_dims:
-        raise Refused(f"a DTensor of {num_dims} dims with the placement {kind}({dim!r:.20})")
-    return dim % num_dims, placement.fields.get("split_factor", 1)
-
-
 def _share(parts: list[Interval], splits: int, num: int, index: int) -> list[Interval]:
-    """Return share ``index`` of ``num`` of each of ``splits`` shares, as torch.chunk cuts."""
+    """Return share ``index`` of ``num`` of each of ``splits`` shares of rows, as torch.chunk cuts
+    them."""
     if not 0 <= index < num or splits < 1 or splits * len(parts) > _MAX_SPLITS:
         raise Refused(f"share {index} of {num}, in {splits} splits")
-    total = sum(part.numel for part in parts)
-    found = []
+    total, found = sum(part.numel for part in parts), []
     for split in range(min(splits, max(total, 1))):
-        outer = _chunk(total, splits, split)
-        found += _rows_of(parts, _chunk(outer.numel, num, index).shifted(outer.start))
-    return found
-
-
-def _chunk(total: int, num: int, index: int) -> Interval:
-    size = -(-total // num)
-    start = min(index * size, total)
-    return Interval(start, min(start + size, total))
-
-
-def _rows_of(parts: list[Interval], wanted: Interval) -> list[Interval]:
-    """Return the rows ``wanted``, counted over the intervals one after the other."""
-    found, place = [], 0
-    for part in parts:
-        common = Interval(place, place + part.numel).clipped(wanted)
-        if common:
-            found.append(common.shifted(part.start - place))
-        place += part.numel
+        outer = Cut((total,), 0, splits).rows(split)
+        wanted = Cut((outer.numel,), 0, num).rows(index).shifted(outer.start)
+        place = 0  # rows are counted over the intervals one after the other
+        for part in parts:
+            if common := Interval(place, place + part.numel).clipped(wanted):
+                found.append(common.shifted(part.start - place))
+            place += part.numel
     return found
 
 
@@ -141,7 +123,7 @@ def sharded_tensor(shards: Any, metadata: Any) -> RankPart:
                 f"{values.dtype} of shape {list(values.shape)} for a shard of {dtype} of shape "
                 f"{list(box.sizes)}"
             )
-        pieces += [StoredPiece(box, piece.source) for piece in values.pieces if box.numel]
+        pieces += [StoredPiece(box, piece.source) for piece in values.pieces]
     return RankPart(shape_of(metadata.fields["size"]), dtype, tuple(pieces))
 
 
@@ -155,35 +137,12 @@ def boxed_tensor(
     part, shape = known.part(index, rank), known.params[index].shape
     if run.shape != (part.numel,):
         raise Refused(f"values of shape {list(run.shape)} for {part.numel} elements")
-    whole_shape, origin = shape, (0,) * len(shape)
-    if place is not None:
-        whole_shape = shape_of(place.fields["whole_shape"])
-        origin = shape_of(place.fields["origin"])
-    pieces = [
-        StoredPiece(each.box.moved(origin), each.source)
-        for piece in run.pieces
-        for each in in_shape(piece, part.start, shape, run.dtype)
-    ]
+    origin = shape_of(place.fields["origin"]) if place is not None else None
+    (values,) = run.pieces
+    pieces = pieces_of_run(shape, part, values.source, run.dtype.itemsize, origin=origin)
+    whole_shape = shape_of(place.fields["whole_shape"]) if place is not None else shape
     inside = _layout(layout.fields["inside"]) if "inside" in layout.fields else None
     return RankPart(whole_shape, run.dtype, tuple(pieces), inside)
-
-
-def in_shape(
-    run: StoredPiece, first: int, shape: tuple[int, ...], dtype: torch.dtype
-) -> Iterator[StoredPiece]:
-    """Yield a 1-D piece, whose first element is ``first`` in ``shape``, as boxes."""
-    at = 0
-    for box in cut_into_boxes(shape, Interval(first, first + run.box.numel)):
-        source = run.source
-        if isinstance(source, torch.Tensor):
-            source = source[at : at + box.numel].reshape(box.sizes)
-        elif source.strides == (1,) or run.box.numel == 1:
-            start = source.start + at * dtype.itemsize
-            source = dataclasses.replace(source, start=start, strides=row_major_strides(box.sizes))
-        else:
-            raise Refused("a run of elements with gaps")
-        yield StoredPiece(box, source, run.holder)
-        at += box.numel
 
 
 def _layout(record: Any) -> FlatLayout:

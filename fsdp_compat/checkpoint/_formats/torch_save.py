@@ -20,17 +20,16 @@ from ..._archive.archive import (
     Archive,
     Checksum,
     Span,
-    StoredPiece,
     StoredTensor,
+    in_one_piece,
     is_user,
-    whole_box,
 )
 from ..._archive.blocks import damaged, new_file, sync_directory
 from ..._archive.header import is_quantized
 from ..._archive.reader import Files
 from ..._archive.texts import MAX_TEXT_NBYTES, brief, identity_of, open_file
 from ..._comm.host_memory import memory_of
-from ..._layout.spec import row_major_strides
+from ..._layout.spec import extent, row_major_strides
 from ...errors import CheckpointError
 from .pickles import (
     Ignored,
@@ -38,6 +37,7 @@ from .pickles import (
     Record,
     Refused,
     Sealed,
+    counts_of,
     no_value,
     plain,
     refusing,
@@ -51,7 +51,14 @@ ZIP = b"PK\x03\x04"  # how a record of a zip archive begins
 _HEADER_NBYTES = 30
 
 
-def read_torch_file(path: Path, *, ignore_class: Collection[str] = ()) -> Any:
+class ReadOptions(NamedTuple):
+    """How checkpoints with files of torch.save are read."""
+
+    shapes: Archive | None  # of whole tensors of the model, for flat parameters
+    ignore_class: Collection[str]  # full names of classes whose objects are left out
+
+
+def read_torch_file(path: Path, ignore_class: Collection[str]) -> Any:
     """Return the values of a torch.save file, see ``unpickle``. Raises CheckpointError; OSError."""
     with open(open_file(path), "rb") as file:
         start = os.pread(file.fileno(), 8, 0)
@@ -76,9 +83,7 @@ def read_torch_range(
         records = _Records(descriptor, path, start, nbytes)
         if "byteorder" in records and records.content("byteorder") != b"little":
             raise Refused("a file in big-endian byte order")
-        return unpickle(
-            records.content("data.pkl"), path, records.storage, ignore_class=ignore_class
-        )
+        return unpickle(records.content("data.pkl"), path, records.storage, ignore_class)
 
 
 # -- zip archives
@@ -196,12 +201,12 @@ def _tensor(
     dtype = next((each for each in rest if isinstance(each, torch.dtype)), storage.dtype)
     if dtype is None or is_quantized(dtype):
         raise Refused(f"a tensor of the dtype {dtype}")
-    shape, steps = shape_of(sizes), shape_of(strides)
+    shape, steps = shape_of(sizes), counts_of(strides)
     if len(shape) != len(steps) or type(offset) is not int or offset < 0:
         raise Refused(f"a tensor of {len(shape)} dims with {len(steps)} strides")
-    end = offset + 1 + sum((size - 1) * step for size, step in zip(shape, steps, strict=True))
     if 0 in shape:
-        steps, offset, end = row_major_strides(shape), 0, 0
+        steps, offset = row_major_strides(shape), 0
+    end = offset + extent(shape, steps)
     if end * dtype.itemsize > storage.place.nbytes:
         raise Refused(
             f"a tensor that ends at byte {end * dtype.itemsize} of a storage of "
@@ -210,7 +215,7 @@ def _tensor(
     checksum = storage.place if storage.place.crc32 else None
     start = storage.place.start + offset * dtype.itemsize
     span = Span(storage.path, start, steps, checksum, storage.file)
-    return StoredTensor("", dtype, shape, (StoredPiece(whole_box(shape), span),))
+    return in_one_piece("", dtype, shape, span)
 
 
 def _parameter(data: Any, *unused: Any, **given: Any) -> Any:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ..._archive.archive import Archive, Content, StoredTensor
+from ..._archive.archive import Archive, StoredTensor
 from ..._state.units import clean_name as plain_name
 from .optimizer_tree import OptimizerState, is_optimizer, named, optimizer_in
 from .pickles import refused
@@ -30,14 +30,13 @@ _MAX_CONTAINERS = 500_000
 Tree = dict[Any, Any]
 
 
-def archive_of(content: Content) -> Archive:
-    """Return the archive of what files hold. Names lose what FSDP, activation checkpointing and
-    compilation add. Tensors with the same pieces are tied. Several models keep their keys as
-    prefixes, as does the optimizer of that number. Unnamed optimizer state stays numbered. The rest
-    is ``extra``. Raises CheckpointError for too many containers."""
-    path, kind, tree, world_size, left_out = content
-    archive = Archive(path, kind, {}, world_size=world_size, left_out=[*left_out], as_saved=tree)
-    tree = _unshared(tree, path)
+def divided(archive: Archive) -> Archive:
+    """Divide ``as_saved`` into the sections of the archive, which is returned. Names lose what
+    FSDP, activation checkpointing and compilation add. Tensors with the same pieces are tied.
+    Several models keep their keys as prefixes, as does the optimizer of that number. Unnamed
+    optimizer state stays numbered. The rest is ``extra``. Raises CheckpointError for too many
+    containers."""
+    tree = _unshared(archive.as_saved, archive.path)
     if not isinstance(tree, dict):
         archive.extra = {"value": tree}
     else:

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 
 from ..._archive import blocks
-from ..._archive.archive import StoredTensor, moved
+from ..._archive.archive import StoredTensor
 from ..._archive.blocks import BlockWriter, FileFacts
 from ..._archive.header import encode_header
-from ..._archive.reader import AT_ONCE_NBYTES, Files, boxes_of, read_box
+from ..._archive.reader import AT_ONCE_NBYTES, Files, read_box
 from ..._comm.host_memory import memory_of
 from ..._engine.device import to_host_later
 from ..._layout.box import Box, cut_into_boxes
@@ -66,8 +66,7 @@ class Elements:
         """Yield (box, values to write), each in new memory: a second thread still reads it."""
         most = max(AT_ONCE_NBYTES // self.tensor.dtype.itemsize, 1)
         for box in cut_into_boxes(self.tensor.shape, self.part):
-            for inner in boxes_of(box.sizes, most):
-                place = moved(inner, box.offsets)
+            for place in box.cut(most):
                 yield place, read_box(self.tensor, place, self.files).to(self.dtype).contiguous()
 
 

@@ -108,10 +108,10 @@ _JSON = _flag("--json", "print JSON instead of tables")
 _READING = [
     _value(
         "--shapes",
-        "where flat files of FSDP1 (LOCAL_STATE_DICT) get shapes from: whole tensors of the same "
-        "model, or a function without arguments that returns it, which runs on the meta device",
-        str,
-        metavar="PATH|MODULE:FUNCTION",
+        "where flat files of FSDP1 (LOCAL_STATE_DICT) get shapes from: a file of "
+        "torch.save(model.state_dict(), path), of the same model before wrapping",
+        existing,
+        metavar="PATH",
     ),
     _several(
         "--ignore-class",

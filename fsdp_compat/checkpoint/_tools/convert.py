@@ -24,7 +24,6 @@ from .._arguments import Rename, renamed, require_arguments, selection
 from .._folder.directory import step_in
 from .._folder.publishing import published, require_free
 from .._formats.dcp import is_dcp, write_dcp
-from .._formats.flat_files import Shapes
 from .._formats.native import write_native
 from .._formats.optimizer_tree import name_optimizer
 from .._formats.recognition import open_archive, problems_of
@@ -146,7 +145,7 @@ def convert(
     is_selected, rename = selection(include, exclude), _renaming(rename)
     if target.absolute().parent.is_relative_to(path.absolute()):
         raise unusable("target", "a path outside of the source", str(target), _CALL)
-    known = Shapes({}) if shapes is None else shapes
+    known = Archive(path, "", {}) if shapes is None else shapes
     archive = open_archive(path, known, ignore_class, keep_module, progress)
     if weights:
         archive.states, archive.param_groups, archive.extra = {}, None, {}

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from ..._archive.archive import Archive, StoredTensor
-from ..._archive.reader import SLAB_NBYTES, Files, boxes_of, read, read_box
+from ..._archive.reader import SLAB_NBYTES, Files, read, read_box
 from ..._archive.threads import for_each
+from ..._layout.box import Box
 from ..._progress import Tick
 from .._arguments import require_arguments
 from .._formats.recognition import open_archive
@@ -152,7 +153,7 @@ def diff(
             found: Distance | None = None
             if one.shape == other.shape:
                 found = Distance()
-                for box in boxes_of(one.shape, SLAB_NBYTES // _TEMPORARY_NBYTES):
+                for box in Box.of_whole(one.shape).cut(SLAB_NBYTES // _TEMPORARY_NBYTES):
                     values = [read_box(side, box, files).view(-1) for side in (one, other)]
                     found += distance(values[0], values[1], rtol, atol)
                     tick(sum(side.nbytes for side in values))

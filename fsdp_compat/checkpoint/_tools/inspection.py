@@ -156,9 +156,9 @@ def inspect(
         include: patterns that choose what is returned, as for ``diff``.
         exclude: as for ``diff``.
         stats: also read the values of these tensors, for their smallest, largest and mean value.
-        shapes: for flat files of FSDP1 (LOCAL_STATE_DICT), which hold none: a checkpoint of whole
-            tensors, or "module:function", which returns the model and is called without arguments
-            on the meta device. Without it, parameters stay flat.
+        shapes: for flat files of FSDP1 (LOCAL_STATE_DICT), which hold none: a file of
+            ``torch.save(model.state_dict(), path)``, of the model before wrapping, with any values.
+            Without it, parameters stay flat.
         ignore_class: full names of classes, such as "omegaconf.dictconfig.DictConfig", whose
             objects in torch.save files are left out, not refused.
         keep_module: keep a "module." that all names begin with. Without it, it counts as the prefix

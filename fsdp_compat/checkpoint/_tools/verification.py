@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from ..._archive.archive import Archive, NotRead, Span, StoredTensor, coverage_problem, moved
+from ..._archive.archive import Archive, NotRead, Span, StoredTensor
 from ..._archive.blocks import FileFacts
-from ..._archive.reader import AT_ONCE_NBYTES, Files, boxes_of, read_box, values_of
+from ..._archive.reader import AT_ONCE_NBYTES, Files, read_box, values_of
 from ..._archive.texts import brief
 from ..._archive.threads import for_each
 from ..._progress import Tick
@@ -240,8 +240,7 @@ class _Verifier:
         num_nan: int | None = None
         num_inf: int | None = None
         problems = []
-        what = coverage_problem(tensor.shape, [piece.box for piece in tensor.pieces])
-        if what is not None:
+        if (what := tensor.coverage_problem()) is not None:
             problems.append(Problem("coverage", path, what))
         elif self._values:
             numel = AT_ONCE_NBYTES // tensor.dtype.itemsize
@@ -260,8 +259,7 @@ class _Verifier:
         for copy in tensor.copies:
             alone = dataclasses.replace(tensor, pieces=(copy,), copies=())
             num_different = 0
-            for inner in boxes_of(copy.box.sizes, AT_ONCE_NBYTES // tensor.dtype.itemsize):
-                box = moved(inner, copy.box.offsets)
+            for box in copy.box.cut(AT_ONCE_NBYTES // tensor.dtype.itemsize):
                 values = [read_box(side, box, self._files) for side in (tensor, alone)]
                 num_different += count_unequal(*values)
                 tick(0)
