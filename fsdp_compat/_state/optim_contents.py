@@ -94,9 +94,10 @@ class ParamOwnership:
         """True if each rank steps some whole parameters for all."""
         return any(self.held[p].is_owned for p in self.numbers)
 
-    def is_stepped_elsewhere(self, name: str) -> bool:
-        """True for a parameter that another rank owns."""
-        return self.has_owners and self.by_name[name][0] not in self.numbers
+    def is_stepped_whole(self, name: str) -> bool:
+        """True for a parameter that this rank owns, or another one."""
+        param = self.by_name[name][0]
+        return self.has_owners and (param not in self.numbers or self.held[param].is_owned)
 
     def names_in(self, parameter: nn.Parameter) -> list[str]:
         """Return the first names of the user's parameters in one of the optimizer's."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import typing
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from numbers import Number
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 from .. import _torch_private
+from .._engine.group import Group
 from .._engine.state_store import store_of
 from .._text import joined
 from ..errors import CheckpointError
@@ -253,41 +255,102 @@ def _described(value: Any) -> str:
     return f"a {type(value).__name__}" if shape is None else f"shape {shape}"
 
 
+# -- bringing them
+
+
 @dataclasses.dataclass(frozen=True)
 class Fill:
     """A state that is cut, of one of the user's parameters, and the place for its elements."""
 
-    index: int  # of the parameter in its store
+    name: str
+    param: nn.Parameter  # of the optimizer, or in a group of parameters beside it
+    index: int  # in the parameter's store
     key: Any
     value: Any  # as it was saved; None: it was not, which means zeros
     target: torch.Tensor  # 1-D: this rank's elements
 
 
-def fitted(
-    ownership: ParamOwnership,
+class Values(typing.Protocol):
+    """Where saved values are: in a dict of every rank, on rank 0, or in the files of a checkpoint.
+    What they are brought into may be filled later."""
+
+    def tensor_for(self, param: nn.Parameter, key: Any, dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor of the parameter's shape for a state that is cut."""
+        ...
+
+    def fill(self, group: Group, fills: Sequence[Fill]) -> None:
+        """Bring one state of a group's parameters to its places, which every rank does."""
+        ...
+
+    def uncut(self, param: nn.Parameter, key: Any, value: Any) -> Any:
+        """Return a state that is not cut."""
+        ...
+
+
+def bring(
+    ownership: ParamOwnership, entries: Entries, cut: Cut, groups: Iterable[Group], values: Values
+) -> dict[nn.Parameter, dict[Any, Any]]:
+    """Return the states that the optimizer loads, by its parameters. groups: of the model, whose
+    parameters the optimizer may lack on this rank. Collective if ``values.fill`` is."""
+    found: dict[nn.Parameter, dict[Any, Any]] = {}
+    for group in groups:
+        fills: dict[Any, list[Fill]] = {}  # by key, which is brought at once
+        for param in ownership.in_group(group):
+            inside = {
+                index: name
+                for index, name in ownership.held[param].names
+                if name in entries and not ownership.is_stepped_whole(name)
+            }
+            if inside:
+                found[param], own = _cut_to(param, group, inside, entries, cut, values)
+                for fill in own:
+                    fills.setdefault(fill.key, []).append(fill)
+        for of_key in fills.values():
+            values.fill(group, of_key)
+    for param in ownership.numbers:
+        for name in ownership.names_in(param) if ownership.held[param].group is None else ():
+            if name in entries:
+                state = entries[name].items()
+                found[param] = {key: values.uncut(param, key, value) for key, value in state}
+    in_order = (param for param in ownership.numbers if param in found)
+    return {param: found[param] for param in in_order if not ownership.is_vacant(param)}
+
+
+def _cut_to(
     param: nn.Parameter,
-    entries: Mapping[int, Mapping[Any, Any]],
+    group: Group,
+    inside: Mapping[int, str],
+    entries: Entries,
     cut: Cut,
-    tensor_for: Callable[[nn.Parameter, Any, torch.dtype], torch.Tensor],
+    values: Values,
 ) -> tuple[dict[Any, Any], list[Fill]]:
-    """Return the state of a parameter of the optimizer, with saved values as they are and tensors
-    of its shape, and what these are filled with. entries: by index of the user's parameters in it.
-    tensor_for: returns, for a parameter, key and dtype, a tensor."""
-    held = ownership.held[param]
-    names, store = dict(held.names), None if held.group is None else store_of(held.group)
+    """Return the state of a sharded parameter, and what has to be filled in it. inside: names."""
     state: dict[Any, Any] = {}
     runs: dict[Any, torch.Tensor] = {}  # by key: this rank's elements, 1-D
-    for index, entry in entries.items():
-        for key, value in entry.items():
-            if (names[index], key) not in cut:
-                state[key] = value if state.get(key) is None else state[key]
+    for name in inside.values():
+        for key, value in entries[name].items():
+            if (name, key) not in cut:
+                if state.get(key) is None:
+                    state[key] = values.uncut(param, key, value)
             elif key not in runs:
-                state[key] = tensor_for(param, key, dtype_of(value))
+                state[key] = values.tensor_for(param, key, dtype_of(value))
                 runs[key] = _torch_private.local_part(state[key]).view(-1)
-    fills = []
+    store, fills = store_of(group), []
     for key, run in runs.items():
-        for index, entry in entries.items():
-            target = run if store is None else run[store.part_in_sharded_param(index).slice]
-            value = entry[key] if (names[index], key) in cut else None
-            fills.append(Fill(index, key, value, target))
+        for index, name in inside.items():
+            target = run[store.part_in_sharded_param(index).slice]
+            value = entries[name][key] if (name, key) in cut else None
+            fills.append(Fill(name, param, index, key, value, target))
     return state, fills
+
+
+def grouped(
+    groups: Sequence[Mapping[str, Any]],
+    settings: Sequence[Mapping[str, Any] | None],
+    keys: Mapping[nn.Parameter, Any],
+) -> list[dict[str, Any]]:
+    """Return an optimizer's groups with saved settings, and keys in place of parameters."""
+    return [
+        {**group, **(saved or {}), "params": [keys[p] for p in group["params"]]}
+        for group, saved in zip(groups, settings, strict=True)
+    ]

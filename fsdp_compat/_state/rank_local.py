@@ -186,4 +186,4 @@ def restored(group: Group, states: Iterable[RankState]) -> dict[Any, Any]:
     own = group.shard.members[group.shard.rank]
     mine = [state for state in states if state.part.rank == group.shard.rank]
     mine.sort(key=lambda state: state.holder == own)
-    return {state.key: snapshot(state.value) for state in mine}
+    return {state.key: state.value for state in mine}
