@@ -13,17 +13,26 @@ import contextlib
 import dataclasses
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
 from .._comm.mesh import named
+from .._comm.transport import Transport
 from .._engine.group import Group
 from .._engine.state_store import StateStore, store_of
 from ..errors import RuntimeUsageError
 from .optim_contents import ParamOwnership
+
+
+def gathered_along(axes: Iterable[Transport], value: object) -> list[Any]:
+    """Return the small values of all ranks of several axes. Collective."""
+    found = [value]
+    for axis in axes:
+        found = [its for of_rank in axis.gather_objects(found) for its in of_rank]
+    return found
 
 
 @dataclasses.dataclass
