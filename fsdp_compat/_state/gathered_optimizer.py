@@ -20,6 +20,7 @@ from .._engine.group import Group
 from .._engine.state_store import store_of
 from ..errors import RuntimeUsageError, UsageError, require_module, takes, unusable, wrong_type
 from .dry_run import states_to_be
+from .elementwise import depends_on_others, small_shape
 from .grad_norms import require_reduced
 from .optim_agreement import agreeing, gathered_along
 from .optim_contents import (
@@ -35,7 +36,6 @@ from .optim_contents import (
 )
 from .optim_export import ExportForm, Values, export_optim_state
 from .optim_import import LoadOptions, import_optim_state
-from .trials import depends_on_others, small_shape
 from .units import NamedUnit, model_units_in, names_before, names_of, runtimes_of, units_of
 from .whole_exchange import Exchange, Place, owners_of
 
@@ -113,10 +113,7 @@ class GatheredOptimizer(CompositeOptimizer):
         with agreeing(exchange, lambda *told: _unmade(f"{told[2]}: {told[3]}")) as agreement:
             self._make(choice, make, others)
             own = ownership_of(self.param_groups, _WHAT, units, model)
-            agreement.own = [
-                [name for p in group["params"] for name in own.names_in(p)]
-                for group in self.param_groups
-            ]
+            agreement.own = own.names_by_group
         sizes = [len(names) for names in agreement.by_rank]
         if len({*sizes}) > 1:
             raise _unmade(f"optimizers of {sizes} parameter groups, by rank")

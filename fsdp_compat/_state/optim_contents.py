@@ -103,6 +103,12 @@ class ParamOwnership:
         """Return the first names of the user's parameters in one of the optimizer's."""
         return [name for _, name in self.held[parameter].names]
 
+    @property
+    def names_by_group(self) -> list[list[str]]:
+        """The first names of the user's parameters in each of the optimizer's groups."""
+        names = ([self.names_in(parameter) for parameter in g["params"]] for g in self.groups)
+        return [list(itertools.chain(*each)) for each in names]
+
     def is_vacant(self, parameter: nn.Parameter) -> bool:
         """True for a parameter with elements, but none on this rank, whose optimizer state here is
         meaningless. False for a DTensor, which has state on every rank."""
@@ -281,8 +287,7 @@ def numbered_names(ownership: ParamOwnership, order: Sequence[str]) -> list[list
     optimizer: in FlatParameters that of the model before wrapping, ``order``."""
     position = {name: number for number, name in enumerate(order)}
     found = []
-    for group in ownership.groups:
-        names = [name for parameter in group["params"] for name in ownership.names_in(parameter)]
+    for group, names in zip(ownership.groups, ownership.names_by_group, strict=True):
         held = (ownership.held[parameter].group for parameter in group["params"])
         if any(its is not None and store_of(its).is_flattened for its in held):
             names.sort(key=lambda name: position.get(name, len(position)))

@@ -122,8 +122,7 @@ def export_optim_state(
         _GroupStates(each, source, agreed[id(each)], form).add_to(state)
     if isinstance(optimizer, CompositeOptimizer):
         state |= _owned_states(source, all_groups, form)
-        groups = [{"names": names} for names in optimizer.group_names]
-    return _result(source, state, groups, form.to_cpu) if form.keep else {}
+    return _result(source, optimizer, state, form.to_cpu) if form.keep else {}
 
 
 def _owned_states(source: _Source, groups: Sequence[Group], form: ExportForm) -> dict[str, Any]:
@@ -139,23 +138,21 @@ def _owned_states(source: _Source, groups: Sequence[Group], form: ExportForm) ->
 
 
 def _result(
-    source: _Source, state: dict[str, Any], groups: Sequence[Mapping[str, Any]], to_cpu: bool
+    source: _Source, optimizer: Optimizer, state: dict[str, Any], to_cpu: bool
 ) -> dict[str, Any]:
-    """Return the state dict by names. groups: the optimizer's, or with all "names" in each."""
-    names_in = source.ownership.names_in
+    """Return the state dict by names."""
+    by_group: Sequence[Sequence[str]] = source.ownership.names_by_group
     state |= {name: snapshot(dict(its), to_cpu) for name, its in source.unmanaged.items()}
-    in_order = [name for p in source.ownership.numbers for name in names_in(p)]
-    names = dict.fromkeys([name for name in in_order if name in state] + list(state))
+    in_order = [name for names in by_group for name in names if name in state]
+    names = dict.fromkeys(in_order + list(state))
+    if isinstance(optimizer, CompositeOptimizer):
+        by_group = optimizer.group_names
     user_states = snapshot(dict(source.user_states), to_cpu)
     result: dict[str, Any] = {"state": {name: state[name] for name in names} | user_states}
     if source.param_groups is not None:
         result["param_groups"] = [
-            {key: copied(value) for key, value in group.items()}
-            | {
-                "params": named.get("names")
-                or [name for p in group["params"] for name in names_in(p)]
-            }
-            for group, named in zip(source.param_groups, groups, strict=False)
+            {**{key: copied(value) for key, value in group.items()}, "params": list(names)}
+            for group, names in zip(source.param_groups, by_group, strict=False)
         ]
     return result
 

@@ -176,12 +176,13 @@ Cut = set[tuple[str, Any]]  # (name, key) of states with one element per element
 
 
 def per_element(ownership: ParamOwnership, entries: Entries, where: str) -> Cut:
-    """Return the states that are cut as their parameters are. entries: of parameters that units
-    manage. Raises CheckpointError for a state that is neither cut nor fits any part."""
+    """Return the states that are cut as their parameters are, of those that units manage. Raises
+    CheckpointError for a state that is neither cut nor fits any part."""
     by_key: dict[Any, dict[str, Any]] = {}
     for name, entry in entries.items():
+        is_managed = ownership.held[ownership.by_name[name][0]].group is not None
         for key, value in entry.items():
-            if value is not None:
+            if is_managed and value is not None and not ownership.is_stepped_whole(name):
                 by_key.setdefault(key, {})[name] = value
     return {
         (name, key)

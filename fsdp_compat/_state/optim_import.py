@@ -41,7 +41,6 @@ from .optim_contents import (
 )
 from .optim_fit import (
     ONLY_NEW,
-    Cut,
     Entries,
     Fill,
     bring,
@@ -116,8 +115,9 @@ def import_optim_state(
         told = sender.send_object(plan and plan.outline(ownership), "the optimizer state dict")
         plan = plan if sender.is_here else told
     assert plan is not None
+    cut = per_element(ownership, plan.entries, ownership.where)
     entries = _with_parts(plan, ownership, sender)
-    states = bring(ownership, entries, plan.cut(ownership), all_groups, _Values(sender))
+    states = bring(ownership, entries, cut, all_groups, _Values(sender))
     return _loadable(plan, ownership, states, wanted)
 
 
@@ -176,19 +176,9 @@ class _Given:
     groups: Sequence[Mapping[str, Any]] | None  # parameter groups, their params by name
     user_states: Mapping[str, Any]  # states that belong to no parameter
 
-    def cut(self, ownership: ParamOwnership) -> Cut:
-        """Return the states that are cut. Raises CheckpointError for one that does not fit."""
-        managed = {
-            name: entry
-            for name, entry in self.entries.items()
-            if ownership.held[ownership.by_name[name][0]].group is not None
-            and not ownership.is_stepped_whole(name)
-        }
-        return per_element(ownership, managed, ownership.where)
-
     def outline(self, ownership: ParamOwnership) -> _Given:
         """Return a copy without the values that are sent one group at a time, or one parameter."""
-        cut = self.cut(ownership)
+        cut = per_element(ownership, self.entries, ownership.where)
         entries = {
             name: {
                 key: outline_of(value) if (name, key) in cut else value
@@ -250,9 +240,8 @@ def _read(
     what = "GatheredOptimizer cannot load a sharded state."
     fix = "load its own state_dict(), or save with FULL_STATE_DICT or fsdp_compat.checkpoint"
     _refuse_sharded(owned, what, ownership.where, fix)
-    given = _Given(entries, rank_local, groups, user_states)
-    given.cut(ownership)  # raises
-    return given
+    per_element(ownership, entries, ownership.where)  # raises
+    return _Given(entries, rank_local, groups, user_states)
 
 
 def _refuse_unknown(ownership: ParamOwnership, named: Mapping[str, Any]) -> None:

@@ -148,8 +148,7 @@ class OptimizerLoadPlan:
             elif not owned.is_vacant(param):
                 parts |= inside
         entries = {name: source.state_of(held) for name, held in parts.items()}
-        of_units = {name: its for name, its in entries.items() if parts[name].place is not None}
-        cut = per_element(owned, of_units, str(source.path))
+        cut = per_element(owned, entries, str(source.path))
         for name, held in parts.items():
             entries[name] = {**entries[name], **source.rank_local_states(held)}
         outside = {param for param in owned.numbers if owned.held[param].group is None}
