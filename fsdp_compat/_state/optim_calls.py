@@ -295,11 +295,11 @@ def rekey_optim_state_dict(
     names = list(itertools.chain(*numbered_names(ownership, names_before(model))))
     keys: dict[Any, Any]
     if kind is OptimStateKeyType.PARAM_NAME:
-        by_number = dict(enumerate(names))
-        keys = {key: by_number.get(key) for key in used}
+        known: dict[Any, Any] = dict(enumerate(names))
+        keys = {key: known.get(key) for key in used}
     else:
-        numbers = {name: number for number, name in enumerate(names)}
-        keys = {key: numbers.get(ownership.name_before(key)) for key in used}
+        known = {name: number for number, name in enumerate(names)}
+        keys = {key: known.get(ownership.name_before(key)) for key in used}
     unknown = [key for key in used if keys[key] is None or len(kinds) > 1]
     if unknown:
         raise CheckpointError.of(
@@ -310,18 +310,13 @@ def rekey_optim_state_dict(
             fix="pass what full_optim_state_dict(...) or optimizer.state_dict() returned, "
             "unchanged, with its model and optimizer, or the ones that will load it",
         )
-    result: dict[str, Any] = {
-        "state": {keys[key]: value for key, value in optim_state_dict["state"].items()}
-    }
-    if "param_groups" in optim_state_dict:
-        result["param_groups"] = [
-            {
-                **{key: copy.deepcopy(value) for key, value in group.items() if key != "params"},
-                "params": sorted(keys[key] for key in group["params"]),
-            }
-            for group in groups
-        ]
-    return result
+    state = {keys[key]: value for key, value in optim_state_dict["state"].items()}
+    renamed = [
+        {**copy.deepcopy(group), "params": sorted(keys[key] for key in group["params"])}
+        for group in groups
+    ]
+    has_groups = "param_groups" in optim_state_dict
+    return {"state": state, "param_groups": renamed} if has_groups else {"state": state}
 
 
 def _groups_of(

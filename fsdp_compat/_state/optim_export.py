@@ -28,7 +28,7 @@ from ..api import StateDictType
 from ..errors import RuntimeUsageError, UsageError, explain
 from .dry_run import first_states
 from .forms import get_state_dict_type
-from .optim_agreement import describe, global_rank, require_alike
+from .optim_agreement import OptimizerFacts, describe, global_rank, require_alike
 from .optim_contents import (
     CompositeOptimizer,
     HeldStates,
@@ -176,25 +176,30 @@ class _Source(HeldStates):
         is_dry_run = bool(found) and not self.states
         return dataclasses.replace(self, states={**self.states, **found}, is_dry_run=is_dry_run)
 
-    def facts_of(self, group: Group, *, exact: bool = True) -> _Facts:
-        """Return this rank's description of its states of a group. Unless exact, parameters without
-        elements here are described as the others, if these are alike."""
-        params = self.ownership.in_group(group)
-        described = [
-            {
-                key: _facts_of_state(self.states[param][key], kind)
-                for key, kind in self.kinds.get(param, {}).items()
-            }
-            for param in params
-        ]
-        held = [
-            states
-            for param, states in zip(params, described, strict=True)
-            if not self.ownership.is_vacant(param)
-        ]
-        if held and not exact and all(_text(states) == _text(held[0]) for states in held):
-            described = [held[0] for _ in params]
-        return _Facts(not self.is_dry_run if self.states else None, described)
+    def facts(
+        self, groups: Sequence[Group], *, exact: bool = True
+    ) -> tuple[OptimizerFacts, list[_Facts]]:
+        """Return this rank's description of its optimizer, and of its states of each group. Unless
+        exact, parameters without elements here are described as the others, if these are alike."""
+        found = []
+        for group in groups:
+            params = self.ownership.in_group(group)
+            described = [
+                {
+                    key: _facts_of_state(self.states[param][key], kind)
+                    for key, kind in self.kinds.get(param, {}).items()
+                }
+                for param in params
+            ]
+            held = [
+                states
+                for param, states in zip(params, described, strict=True)
+                if not self.ownership.is_vacant(param)
+            ]
+            if held and not exact and all(repr(states) == repr(held[0]) for states in held):
+                described = [held[0] for _ in params]
+            found.append(_Facts(not self.is_dry_run if self.states else None, described))
+        return describe(self.ownership, groups, exact=exact), found
 
 
 def _source_of(ownership: ParamOwnership, state_dict: Any, where: str) -> _Source:
@@ -229,13 +234,14 @@ def _source_of(ownership: ParamOwnership, state_dict: Any, where: str) -> _Sourc
 # -- what ranks tell each other about their states
 
 
-class _StateFacts(typing.NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _StateFacts:
     """A rank's description of one state of one sharded parameter."""
 
     kind: StateKind
     dtype: torch.dtype | None = None
     text: str = ""  # of a scalar's value, to compare it
-    value: Any = None  # of a scalar
+    value: Any = dataclasses.field(default=None, compare=False, repr=False)  # of a scalar
 
 
 class _Facts(typing.NamedTuple):
@@ -244,11 +250,6 @@ class _Facts(typing.NamedTuple):
     # Of states of any group: True if steps made them, False if a dry run did, None without any.
     is_stepped: bool | None
     states: Sequence[Mapping[Any, _StateFacts]]  # one per sharded parameter
-
-
-def _text(states: Mapping[Any, _StateFacts]) -> str:
-    """Return what tells descriptions of a parameter's states apart."""
-    return repr([(key, *facts[:3]) for key, facts in states.items()])
 
 
 def _facts_of_state(value: Any, kind: StateKind) -> _StateFacts:
@@ -265,7 +266,7 @@ def _agreed(by_rank: Sequence[Mapping[Any, _StateFacts]]) -> dict[Any, _StateFac
     agreed: dict[Any, _StateFacts] = {}
     for states in by_rank:
         for key, described in states.items():
-            if agreed.setdefault(key, described)[:3] != described[:3]:
+            if agreed.setdefault(key, described) != described:
                 agreed[key] = _StateFacts(StateKind.RANK_LOCAL)
     return agreed
 
@@ -286,36 +287,27 @@ def _agree(
         )
     facts = dict[int, list[Any]]()
     for communicator, shared in _communicators(groups):
-        assumed = [source.facts_of(group, exact=False) for group in shared] if source else []
-        states = [(each.is_stepped, [*map(_text, each.states)]) for each in assumed]
-        held = source and describe(source.ownership, shared, exact=False)
-        if are_alike(text or repr((held, states)), [communicator], "facts of the optimizers"):
-            by_group = [[each] * communicator.ranks for each in assumed]
-        else:
-            exact = source and (
-                describe(source.ownership, shared, exact=True),
-                [source.facts_of(group) for group in shared],
-            )
-            texts, answers = zip(*communicator.gather_objects((text, exact)), strict=True)
+        own = None if source is None else source.facts(shared, exact=False)
+        answers: Sequence[Any] = [own] * communicator.ranks
+        if not are_alike(text or repr(own), [communicator], "facts of the optimizers"):
+            own = None if source is None else source.facts(shared)
+            texts, answers = zip(*communicator.gather_objects((text, own)), strict=True)
             text = text or next(filter(None, texts), "")
-            if text or source is None:
-                continue
-            of_ranks, facts_of_ranks = zip(*answers, strict=True)
-            try:
-                by_rank = dict(zip(communicator.members, of_ranks, strict=True))
-                require_alike(source.ownership, shared, by_rank, where, unmanaged=False)
-            except RuntimeUsageError as error:
-                text = str(error)
-            by_group = [list(each) for each in zip(*facts_of_ranks, strict=True)]
-        for group, of_group in zip(shared, by_group, strict=False):
+            if source is not None and not text:
+                by_rank = {n: f[0] for n, f in zip(communicator.members, answers, strict=True)}
+                try:
+                    require_alike(source.ownership, shared, by_rank, where, unmanaged=False)
+                except RuntimeUsageError as error:
+                    text = str(error)
+        for number, group in enumerate(shared if source is not None and not text else ()):
             if group.shard is communicator:
-                facts[id(group)] = of_group
+                facts[id(group)] = [of_groups[number] for _, of_groups in answers]
     if problem is not None:
         raise problem
     if text:
         raise RuntimeUsageError(text)
     assert source is not None
-    return {id(group): facts.get(id(group)) or [source.facts_of(group)] for group in groups}
+    return {id(group): facts.get(id(group)) or source.facts([group])[1] for group in groups}
 
 
 def _communicators(groups: Sequence[Group]) -> list[tuple[Transport, list[Group]]]:
