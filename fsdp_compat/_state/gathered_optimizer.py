@@ -122,8 +122,11 @@ class GatheredOptimizer(CompositeOptimizer):
             sorted({*itertools.chain(*names)}, key=lambda name: order.get(name, len(order)))
             for names in zip(*agreement.by_rank, strict=True)
         ]
-        self.trained = choice.trained(with_rest=others is not None)
-        self._frozen = [p for p in self._sharded_params() if not p.requires_grad]
+        sharded = dict.fromkeys(place.param for place in choice.places)
+        self.trained = [*sharded, *choice.unsharded, *(choice.rest if others is not None else ())]
+        stores = map(store_of, self._groups)
+        sharded_params = (param for store in stores for param, _ in store.sharded_params)
+        self._frozen = [param for param in sharded_params if not param.requires_grad]
         for each in self._exchanges:
             each.release()
 
@@ -167,9 +170,6 @@ class GatheredOptimizer(CompositeOptimizer):
         self._step_supports_amp_scaling = True  # torch's GradScaler then says that it is there
         self.state = StateView(optimizers)  # type: ignore[assignment]
         self.param_groups = [group for each in optimizers for group in each.param_groups]
-
-    def _sharded_params(self) -> list[nn.Parameter]:
-        return [param for group in self._groups for param, _ in store_of(group).sharded_params]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -356,12 +356,11 @@ class _Choice:
             if not param.requires_grad:
                 continue
             names = [names_of(store.orig_params[index], prefix)[0] for index in indices]
-            shapes = [tuple(store.shape(index)) for index in indices]
-            chosen = [bool(select(*each)) for each in zip(names, shapes, strict=True)]
             places = [
-                Place(name, group, index, param, is_selected)
-                for name, index, is_selected in zip(names, indices, chosen, strict=True)
+                Place(name, group, index, param, bool(select(name, tuple(store.shape(index)))))
+                for name, index in zip(names, indices, strict=True)
             ]
+            chosen = [place.is_selected for place in places]
             if not any(chosen):
                 self.rest.append(param)
                 continue
@@ -390,10 +389,6 @@ class _Choice:
     def has_rest(self) -> bool:
         """True if there is something for ``others``, here or on another rank."""
         return bool(self.rest) or not all(place.is_selected for place in self.places)
-
-    def trained(self, with_rest: bool) -> list[nn.Parameter]:
-        sharded = dict.fromkeys(place.param for place in self.places)
-        return [*sharded, *self.unsharded, *(self.rest if with_rest else ())]
 
 
 def _require_whole(place: Place) -> None:

@@ -303,8 +303,8 @@ def bring(
                 if name in entries and not ownership.is_stepped_whole(name)
             }
             if inside:
-                found[param], own = _cut_to(param, group, inside, entries, cut, values)
-                for fill in own:
+                found[param] = {}
+                for fill in _cut_to(param, group, inside, entries, cut, values, found[param]):
                     fills.setdefault(fill.key, []).append(fill)
         for of_key in fills.values():
             values.fill(group, of_key)
@@ -324,9 +324,9 @@ def _cut_to(
     entries: Entries,
     cut: Cut,
     values: Values,
-) -> tuple[dict[Any, Any], list[Fill]]:
-    """Return the state of a sharded parameter, and what has to be filled in it. inside: names."""
-    state: dict[Any, Any] = {}
+    state: dict[Any, Any],
+) -> Iterator[Fill]:
+    """Set the state of a sharded parameter, and yield what it is filled with. inside: names."""
     runs: dict[Any, torch.Tensor] = {}  # by key: this rank's elements, 1-D
     for name in inside.values():
         for key, value in entries[name].items():
@@ -336,13 +336,11 @@ def _cut_to(
             elif key not in runs:
                 state[key] = values.tensor_for(param, key, dtype_of(value))
                 runs[key] = _torch_private.local_part(state[key]).view(-1)
-    store, fills = store_of(group), []
     for key, run in runs.items():
         for index, name in inside.items():
-            target = run[store.part_in_sharded_param(index).slice]
+            target = run[store_of(group).part_in_sharded_param(index).slice]
             value = entries[name][key] if (name, key) in cut else None
-            fills.append(Fill(name, param, index, key, value, target))
-    return state, fills
+            yield Fill(name, param, index, key, value, target)
 
 
 def grouped(
