@@ -35,7 +35,7 @@ from .optim_contents import (
     register_whole,
 )
 from .optim_export import ExportForm, Values, export_optim_state
-from .optim_import import LoadOptions, import_optim_state
+from .optim_import import import_optim_state
 from .units import NamedUnit, model_units_in, names_before, names_of, runtimes_of, units_of
 from .whole_exchange import Exchange, Place, owners_of
 
@@ -270,10 +270,8 @@ class GatheredOptimizer(CompositeOptimizer):
 
         Collective: all ranks of the model, unless it comes from optim_state_dict_to_load."""
         if not isinstance(state_dict, NumberedState):
-            where, wanted = f"{_WHAT}.load_state_dict()", LoadOptions(self, from_rank0=False)
-            state_dict = import_optim_state(
-                self._model, self.param_groups, state_dict, wanted, where
-            )
+            where = f"{_WHAT}.load_state_dict()"
+            state_dict = import_optim_state(self._model, self.param_groups, state_dict, where, self)
         states, start = self._put_together(state_dict["state"]), 0
         groups = list(state_dict.get("param_groups") or numbered_state_dict(self)["param_groups"])
         users = {key: state for key, state in states.items() if not isinstance(key, int)}

@@ -14,7 +14,7 @@ import dataclasses
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import nn
@@ -65,8 +65,7 @@ def agreeing(
     agreement.by_rank = [own for _, own in answers]
 
 
-@dataclasses.dataclass(frozen=True)
-class OptimizerFacts:
+class OptimizerFacts(NamedTuple):
     """One rank's description of its optimizer, for other ranks."""
 
     # By flat group: elements of a shard; of tensor-parallel parameters, of which ranks may hold
@@ -113,12 +112,10 @@ def require_alike(
     if different:
         raise RuntimeUsageError.of(
             "The optimizers of the ranks hold different parameters.",
-            expected="the same model on every rank, and the same parameters in its optimizer, in "
-            "any order",
+            expected="the same model, and the same parameters in its optimizer, in any order",
             got=different,
             where=where,
-            fix="make the optimizer from the same parameters on every rank; a rank may only leave "
-            "out parameters that it has no part of",
+            fix="make it from the same ones; a rank may leave out those that it has no part of",
         )
 
 

@@ -146,8 +146,7 @@ def require_units(units: Sequence[object], model: object, where: str) -> None:
             expected="a model that FullyShardedDataParallel or fully_shard was applied to",
             got=f"a {type(model).__name__} without any",
             where=where,
-            fix="pass the wrapped model, not the module in it. Without a wrapper, use its own "
-            "state_dict() and load_state_dict(...), and those of its optimizer",
+            fix="pass the wrapped model; without a wrapper, use the state dicts of torch",
         )
 
 
@@ -196,8 +195,7 @@ def ownership_of(
                     expected="an optimizer created from the parameters of the wrapped model",
                     got=f"a parameter of shape {tuple(parameter.shape)}",
                     where=f"parameter group {position}, {where}",
-                    fix="create the optimizer after wrapping, from model.parameters(), or wrap "
-                    "with use_orig_params=True",
+                    fix="create it after wrapping, or wrap with use_orig_params=True",
                 )
     return ParamOwnership(where, groups, held, {p: n for n, p in model.named_parameters()})
 

@@ -216,8 +216,7 @@ def _source_of(ownership: ParamOwnership, state_dict: Any, where: str) -> _Sourc
                 f"{len(ownership.numbers) - 1}, or by the names of model.named_parameters()",
                 got=f"the key {textwrap.shorten(repr(key), 300)}",
                 where=where,
-                fix="leave the third argument out; a dict that optim_state_dict returned needs no "
-                "second conversion",
+                fix="leave the third argument out; what optim_state_dict returned is ready to save",
             )
     if user_states:
         warnings.warn(

@@ -57,8 +57,7 @@ def names_of_numbers(
             expected=f"{len(expected)} parameter group(s), of {expected} parameters",
             got=f"{len(found)}, of {found} parameters",
             where=f"{where}, {ownership.where}",
-            fix="create the optimizer with the same parameter groups as the saved one, load state "
-            "that is keyed by names, or load the model alone",
+            fix="make the groups as they were saved, load state by names, or load the model alone",
         )
     numbers = [number for group in saved for number in group["params"]]
     given = [name for group in saved for name in group.get("param_names", ())]  # if torch knew them
@@ -129,10 +128,9 @@ def settings_for(
                 expected="groups like those that were saved, or with the same settings",
                 got=found[-1][1],
                 where=f"parameter group {number} of the optimizer, {where}",
-                fix="make the groups as they were saved, with use_orig_params=True or fully_shard "
-                "if a FlatParameter, which is in one group, stands in the way; give them the same "
-                "settings, and others after the load; with checkpoint.load, strict=False keeps "
-                "their settings",
+                fix="make the groups as they were saved (a FlatParameter is in one: wrap with "
+                "use_orig_params=True); or give them equal settings, and change these after the "
+                "load; or keep theirs, with strict=False in checkpoint.load",
             )
     return found
 
@@ -229,8 +227,7 @@ def _cut_names(
                 expected=f"a tensor of shape {shapes[name]}, or a number in all of a FlatParameter",
                 got=got,
                 where=f"state {key!r} of {name!r}, {where}",
-                fix="load the optimizer state that was saved with this model, in the layout that "
-                "it was saved with, remove such states from it, or load the model alone",
+                fix="load it in the layout that it was saved with, or without such states",
             )
     return cut
 
@@ -271,9 +268,9 @@ class Fill:
     target: torch.Tensor  # 1-D: this rank's elements
 
 
-class Values(typing.Protocol):
-    """Where saved values are: in a dict of every rank, on rank 0, or in the files of a checkpoint.
-    What they are brought into may be filled later."""
+class Bringer(typing.Protocol):
+    """Brings saved values from a dict of this rank, from rank 0, or from the files of a checkpoint,
+    which may fill their places later."""
 
     def tensor_for(self, param: nn.Parameter, key: Any, dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor of the parameter's shape for a state that is cut."""
@@ -289,7 +286,11 @@ class Values(typing.Protocol):
 
 
 def bring(
-    ownership: ParamOwnership, entries: Entries, cut: Cut, groups: Iterable[Group], values: Values
+    ownership: ParamOwnership,
+    entries: Entries,
+    cut: Cut,
+    groups: Iterable[Group],
+    values: Bringer,
 ) -> dict[nn.Parameter, dict[Any, Any]]:
     """Return the states that the optimizer loads, by its parameters. groups: of the model, whose
     parameters the optimizer may lack on this rank. Collective if ``values.fill`` is."""
@@ -323,7 +324,7 @@ def _cut_to(
     inside: Mapping[int, str],
     entries: Entries,
     cut: Cut,
-    values: Values,
+    values: Bringer,
     state: dict[Any, Any],
 ) -> Iterator[Fill]:
     """Set the state of a sharded parameter, and yield what it is filled with. inside: names."""

@@ -25,7 +25,6 @@ from ..errors import (
     FsdpCompatError,
     RuntimeUsageError,
     UsageError,
-    ValueCheckpointError,
 )
 from .loaded_values import is_sharded, read_part
 from .optim_agreement import agreeing, describe, global_rank, require_alike
@@ -56,34 +55,30 @@ from .sharded_values import cut_of
 from .units import model_units_in, names_before
 
 
-@dataclasses.dataclass(frozen=True)
-class LoadOptions:
-    """How a dict is loaded."""
-
-    optimizer: torch.optim.Optimizer | None  # None: not known
-    from_rank0: bool  # all ranks load rank 0's dict if any of them has None or {}
-    is_named: bool = False  # the optimizer's state is keyed by the model's current names
-    # Groups list saved parameters only, and all or none in a FlatParameter must have state.
-    is_older_call: bool = False
-
-
 def import_optim_state(
     model: nn.Module,
     groups: Sequence[Mapping[str, Any]],
     state_dict: Mapping[str, Any] | None,
-    wanted: LoadOptions,
     where: str,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    from_rank0: bool = False,
+    is_named: bool = False,
 ) -> dict[str, Any]:
     """Return the dict that ``optimizer.load_state_dict`` takes, see ``optim_state_dict_to_load``.
-    groups: of the optimizer. Collective if values are sharded or come ``from_rank0``: one small
-    exchange, after which every rank raises UsageError or CheckpointError if one does; then values
-    that are sharded differently or, if a rank has none, rank 0's, one (group, state) at a time."""
-    optimizer = "the optimizer" if wanted.optimizer is None else type(wanted.optimizer).__name__
-    label = f"the state of {optimizer}"
+    groups: of the optimizer, which may be unknown. is_named: its state is keyed by the model's
+    current names. from_rank0: all ranks load rank 0's dict if any of them has None or {}.
+
+    Collective if values are sharded or come ``from_rank0``: one small exchange, after which every
+    rank raises UsageError or CheckpointError if one does; then values that are sharded differently
+    or, if a rank has none, rank 0's, one (group, state) at a time."""
+    label = "the state of the optimizer"
+    if optimizer is not None:
+        label = f"the state of {type(optimizer).__name__}"
     entries = state_dict.get("state") if isinstance(state_dict, Mapping) else None
     # A rank whose parameters all have other owners sees no sharded value.
-    is_composite = isinstance(wanted.optimizer, CompositeOptimizer)
-    is_local = not (wanted.from_rank0 or is_composite or next(_sharded_in(entries), None))
+    is_composite = isinstance(optimizer, CompositeOptimizer)
+    is_local = not (from_rank0 or is_composite or next(_sharded_in(entries), None))
     call = where.partition("(")[0]
     units, all_groups = begin(model, call, label, copies=True, meet=not is_local)
     first = model_units_in(model)[0]
@@ -98,15 +93,15 @@ def import_optim_state(
             described = repr(describe(ownership, shared, exact=False))
             facts = hashlib.sha256(described.encode()).hexdigest()
         if not (state_dict is None or (isinstance(state_dict, Mapping) and not state_dict)):
-            plan = _read(ownership, state_dict, wanted, names_before(model), where)
-            if wanted.from_rank0 and rank0 is not None and rank0.is_here:
+            plan = _read(ownership, state_dict, is_named, names_before(model), where)
+            if from_rank0 and rank0 is not None and rank0.is_here:
                 what = "Rank 0 cannot send a sharded optimizer state dict."
                 fix = "load a sharded dict on every rank, with SHARDED_STATE_DICT set for the model"
                 _refuse_sharded(state_dict["state"], what, where, fix)
         agreement.own = plan is not None, facts
     have, digests = zip(*agreement.by_rank, strict=True)
     if not all(have):
-        _require_senders(have, wanted.from_rank0, all_groups, where)
+        _require_senders(have, from_rank0, all_groups, where)
     if rank0 is not None and len({*digests}) > 1:
         exact = rank0.gather((global_rank(), describe(ownership, shared, exact=True)))
         require_alike(ownership, shared, dict(exact), where, unmanaged=not all(have))
@@ -117,8 +112,19 @@ def import_optim_state(
     assert plan is not None
     cut = per_element(ownership, plan.entries, ownership.where)
     entries = _with_parts(plan, ownership, sender)
-    states = bring(ownership, entries, cut, all_groups, _Values(sender))
-    return _loadable(plan, ownership, states, wanted)
+    states = bring(ownership, entries, cut, all_groups, _DictValues(sender))
+    keys: Mapping[nn.Parameter, Any] = ownership.numbers
+    if is_named and optimizer is not None:  # it expects state of all its parameters
+        keys, own = ownership.names, optimizer.state
+        vacant = (p for p in ownership.numbers if ownership.is_vacant(p) and own.get(p))
+        states |= {p: snapshot(dict(own[p])) for p in vacant}
+    by_key = {keys[p]: states[p] for p in ownership.numbers if p in states}
+    result: dict[str, Any] = NumberedState() if ownership.has_owners else {}
+    result["state"] = by_key | snapshot(dict(plan.user_states))
+    if plan.groups is not None:
+        settings = [its for its, _ in settings_for(ownership, plan.groups, ownership.where)]
+        result["param_groups"] = grouped(ownership.groups, settings, keys)
+    return result
 
 
 def _num_ranks(group: Group) -> int:
@@ -195,7 +201,7 @@ class _Given:
 def _read(
     ownership: ParamOwnership,
     state_dict: Any,
-    wanted: LoadOptions,
+    is_named: bool,
     order: Sequence[str],
     where: str,
 ) -> _Given:
@@ -216,7 +222,7 @@ def _read(
     user_states = {
         key: entry
         for key, entry in state.items()
-        if (wanted.is_named or key in users) and ownership.is_user_key(key)
+        if (is_named or key in users) and ownership.is_user_key(key)
     }
     entries: dict[str, Any] = {}  # of several names of a tied parameter, the first counts
     for key in [key for key in state if key not in user_states]:
@@ -227,9 +233,7 @@ def _read(
     ]
     if new and groups and entries and global_rank() == 0:
         text = f"{where}: no state for {joined(new, 4, ', ')}: not in the saved optimizer."
-        warnings.warn(text, stacklevel=5)
-    if wanted.is_older_call:
-        _refuse_uncounted(ownership, entries, where)
+        warnings.warn(text, stacklevel=4)
     rank_local: dict[str, list[RankState]] = {}
     for name, entry in entries.items():
         if states := [value for value in entry.values() if isinstance(value, RankState)]:
@@ -250,33 +254,12 @@ def _refuse_unknown(ownership: ParamOwnership, named: Mapping[str, Any]) -> None
     if unknown:
         raise CheckpointError.of(
             "The optimizer state belongs to another model.",
-            expected="names of the model's parameters, such as "
-            f"{next(iter(ownership.by_name), 'none')!r}",
+            expected=f"names of its parameters, such as {next(iter(ownership.by_name), 'none')!r}",
             got=f"{len(unknown)} unknown name(s), such as {unknown[0]!r}",
             where="the 'state' of the optimizer state dict",
-            fix="load the optimizer state that optim_state_dict returned for this model, keyed "
-            "by parameter names; for state that belongs to no parameter, pass "
-            "is_named_optimizer=True",
+            fix="load what optim_state_dict returned for this model; for state that belongs to no "
+            "parameter, pass is_named_optimizer=True",
         )
-
-
-def _refuse_uncounted(
-    ownership: ParamOwnership, entries: Mapping[str, Mapping[Any, Any]], where: str
-) -> None:
-    """Raise CheckpointError if a count would be wrong for some of a FlatParameter."""
-    for param in ownership.numbers:
-        names = ownership.names_in(param)
-        missing = [name for name in names if name not in entries]
-        values = [value for name in names for value in entries.get(name, {}).values()]
-        others = [v for v in values if v is not None and not isinstance(v, RankState)]
-        if missing and not all(isinstance(v, torch.Tensor) and v.dim() for v in others):
-            raise ValueCheckpointError.of(
-                "A parameter of a FlatParameter has no optimizer state.",
-                expected=f"state of all {len(names)} parameters in it, or of none of them",
-                got=f"none of {len(missing)}, such as {missing[0]!r}",
-                where=where,
-                fix="use optim_state_dict_to_load, which counts all of them alike",
-            )
 
 
 def _sharded_in(state: object) -> Iterator[tuple[Any, Any, Any]]:
@@ -322,7 +305,7 @@ def _with_parts(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Values:
+class _DictValues:
     """The values of a dict that every rank has, or that rank 0 sends."""
 
     sender: Rank0Broadcast | None
@@ -341,32 +324,6 @@ class _Values:
             values = self.sender.send(values, f"the state {fills[0].key!r} of {group.name}")
         for fill, value in zip(fills, values, strict=True):
             fill.target.copy_(_own_elements(value, fill.param, group, fill.index).reshape(-1))
-
-
-def _loadable(
-    plan: _Given,
-    ownership: ParamOwnership,
-    states: Mapping[nn.Parameter, dict[Any, Any]],
-    wanted: LoadOptions,
-) -> dict[str, Any]:
-    """Return what ``optimizer.load_state_dict`` takes."""
-    keys: Mapping[nn.Parameter, Any] = ownership.numbers
-    if wanted.is_named and wanted.optimizer is not None:  # it expects state of all its parameters
-        keys, own = ownership.names, wanted.optimizer.state
-        vacant = (p for p in ownership.numbers if ownership.is_vacant(p) and own.get(p))
-        states = {**states, **{p: snapshot(dict(own[p])) for p in vacant}}
-    by_key = {keys[p]: states[p] for p in ownership.numbers if p in states}
-    result: dict[str, Any] = NumberedState() if ownership.has_owners else {}
-    result["state"] = by_key | snapshot(dict(plan.user_states))
-    if plan.groups is not None:
-        listed = {name for group in plan.groups for name in group["params"]}
-        settings = [its for its, _ in settings_for(ownership, plan.groups, ownership.where)]
-        groups = ownership.groups
-        if wanted.is_older_call:
-            saved = {p for p in ownership.numbers if listed & {*ownership.names_in(p)}}
-            groups = [{**g, "params": [p for p in g["params"] if p in saved]} for g in groups]
-        result["param_groups"] = grouped(groups, settings, keys)
-    return result
 
 
 def _own_elements(value: Any, param: Any, group: Group, index: int) -> torch.Tensor:

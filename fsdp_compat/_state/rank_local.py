@@ -175,8 +175,7 @@ def check_layout(ownership: ParamOwnership, states: Mapping[str, Sequence[RankSt
                 got=str(now or part_of(contents, 0) or "a parameter that no unit manages"),
                 where=f"optim_state_dict_to_load, state {state.own_key!r} of {name!r}",
                 fix="load with the number of ranks, strategy, wrapping and use_orig_params that "
-                "it was saved with, or remove such states from the dict if the optimizer can do "
-                "without them",
+                "it was saved with, or without such states, if the optimizer can do without them",
             )
 
 

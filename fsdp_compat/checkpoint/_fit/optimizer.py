@@ -73,8 +73,7 @@ class OptimizerLoadPlan:
                     got=kept,
                     where=path,
                     fix="build the optimizer that was saved; or pass optimizer=None to load the "
-                    "model alone, or strict=False to checkpoint.load(path, ...) to keep the "
-                    "optimizer's own",
+                    "model alone, or strict=False to keep the optimizer's own state",
                 )
             self._kept.update(self._owned.numbers)
             why = f"the checkpoint holds {kept}"
@@ -152,7 +151,7 @@ class OptimizerLoadPlan:
         for name, held in parts.items():
             entries[name] = {**entries[name], **source.rank_local_states(held)}
         outside = {param for param in owned.numbers if owned.held[param].group is None}
-        values = _Values(source, self._optimizer, parts, outside)
+        values = _FileValues(source, self._optimizer, parts, outside)
         for param, found in bring(owned, entries, cut, groups, values).items():
             present: dict[Any, Any] = self._optimizer.state.get(param) or {}
             if not parts.keys() >= {*owned.names_in(param)}:
@@ -163,7 +162,7 @@ class OptimizerLoadPlan:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Values:
+class _FileValues:
     """The values of a checkpoint, which are read later."""
 
     source: Source

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections.abc import Sequence
@@ -47,7 +46,7 @@ class SharedOptimizer:
         """Return the facts to compare, as JSON values; None without an optimizer."""
         if self._ownership is None:
             return None
-        return list(dataclasses.astuple(describe(self._ownership, self._groups, exact=exact)))
+        return list(describe(self._ownership, self._groups, exact=exact))
 
     def require_alike(self, all_facts: Sequence[list[Any] | None]) -> None:
         """Raise UsageError, on all ranks, unless all facts, in rank order, match. Collective."""
