@@ -3,8 +3,7 @@ groups."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,7 +50,7 @@ class OptimizerLoadPlan:
         strict: bool,
     ) -> None:
         """taken: parts that are loaded; left: names of all others. Raises CheckpointError."""
-        self._optimizer, self._left = optimizer, left
+        self._source, self._optimizer, self._left = source, optimizer, left
         self.settings_kept: dict[int, str] = {}  # groups that keep their settings, and why
         units, path = units_of(model), str(source.path)
         where = f"the state of {type(optimizer).__name__}"
@@ -59,6 +58,7 @@ class OptimizerLoadPlan:
         self._settings: list[dict[str, Any]] = [{} for _ in optimizer.param_groups]
         self._state: dict[nn.Parameter, dict[Any, Any]] = {}  # by parameter of the optimizer
         self._kept: set[nn.Parameter] = set()  # parameters whose state is left as it is
+        self._parts: dict[str, HeldPart] = {}  # what this rank loads of parameters, by name
         self._users: dict[str, Any] = {}  # states that belong to no parameter
         if source.archive.is_by_number:
             numbered = source.archive.param_groups or ()
@@ -93,7 +93,7 @@ class OptimizerLoadPlan:
                 why = differences or "none of its parameters was saved with settings"
                 self.settings_kept[number] = why
         groups = [group for named in units for group in named.unit.groups]
-        self._plan_states(source, taken, groups)
+        self._plan_states(taken, groups)
         self._users = source.user_states()
 
     @property
@@ -129,10 +129,8 @@ class OptimizerLoadPlan:
         for key, values in (*kept.items(), *users.items()):
             optimizer.state[key] = values
 
-    def _plan_states(
-        self, source: Source, taken: Sequence[HeldPart], groups: Sequence[Group]
-    ) -> None:
-        owned, parts = self._owned, dict[str, HeldPart]()  # those that are loaded, by name
+    def _plan_states(self, taken: Sequence[HeldPart], groups: Sequence[Group]) -> None:
+        source, owned, parts = self._source, self._owned, self._parts
         managed = {held.names[0]: held for held in taken if held.place is not None}
         for param in owned.numbers:
             contents = owned.held[param]
@@ -150,9 +148,7 @@ class OptimizerLoadPlan:
         cut = per_element(owned, entries, str(source.path))
         for name, held in parts.items():
             entries[name] = {**entries[name], **source.rank_local_states(held)}
-        outside = {param for param in owned.numbers if owned.held[param].group is None}
-        values = _FileValues(source, self._optimizer, parts, outside)
-        for param, found in bring(owned, entries, cut, groups, values).items():
+        for param, found in bring(owned, entries, cut, groups, self).items():
             present: dict[Any, Any] = self._optimizer.state.get(param) or {}
             if not parts.keys() >= {*owned.names_in(param)}:
                 found = {**present, **found}  # the rest of a FlatParameter keeps its own
@@ -160,19 +156,11 @@ class OptimizerLoadPlan:
                 keys = dict.fromkeys([*present, *found])  # in the optimizer's order
                 self._state[param] = {key: found[key] for key in keys if key in found}
 
-
-@dataclasses.dataclass(frozen=True)
-class _FileValues:
-    """The values of a checkpoint, which are read later."""
-
-    source: Source
-    optimizer: torch.optim.Optimizer
-    parts: Mapping[str, HeldPart]  # what this rank holds of the parameters, by name
-    outside: Collection[nn.Parameter]  # those that no unit manages
+    # -- how values are brought: they are read later
 
     def tensor_for(self, param: nn.Parameter, key: Any, dtype: torch.dtype) -> torch.Tensor:
         """Return the optimizer's own state if it fits, or a new one."""
-        own: Any = (self.optimizer.state.get(param) or {}).get(key)
+        own: Any = (self._optimizer.state.get(param) or {}).get(key)
         kind = torch.Tensor if _torch_private.is_plain(param) else type(param.data)
         if type(own) is kind and own.dtype == dtype and own.device == param.device:
             facts = [(each.shape, getattr(each, "placements", None)) for each in (own, param)]
@@ -184,17 +172,17 @@ class _FileValues:
     def fill(self, group: Group, fills: Sequence[Fill]) -> None:
         for fill in fills:
             if fill.value is None:
-                self.source.plan_zeros(fill.target)
+                self._source.plan_zeros(fill.target)
             else:
-                self.source.plan(fill.value, self.parts[fill.name].boxes(fill.target))
+                self._source.plan(fill.value, self._parts[fill.name].boxes(fill.target))
 
     def uncut(self, param: nn.Parameter, key: Any, value: Any) -> Any:
         shape = tuple(param.shape)
-        if is_per_element(key, value, shape) and param in self.outside:
+        if is_per_element(key, value, shape) and self._owned.held[param].group is None:
             target = self.tensor_for(param, key, value.dtype)
-            self.source.plan(value, [(whole_box(shape), _torch_private.local_part(target))])
+            self._source.plan(value, [(whole_box(shape), _torch_private.local_part(target))])
             return target
-        return self.source.planned(value)
+        return self._source.planned(value)
 
 
 def _why_kept(
