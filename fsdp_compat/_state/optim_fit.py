@@ -110,16 +110,16 @@ def settings_for(
         all_names = (its for p in group["params"] for its in ownership.held[p].all_names.values())
         names = itertools.chain.from_iterable(all_names)
         claimed.append(list(dict.fromkeys(of_name[name] for name in names if name in of_name)))
-    unlike: dict[int, list[str]] = {}  # by number of the saved group
-    for each in {number for own in claimed for number in own}:
-        heirs = {n: group for n, group in enumerate(ownership.groups) if each in claimed[n]}
-        unlike[each] = _among_heirs(saved[each], heirs)
+    taken = set(itertools.chain(*claimed))
     found: list[tuple[dict[str, Any] | None, str]] = []
     for number, (group, own) in enumerate(zip(ownership.groups, claimed, strict=True)):
-        is_alone = not own and len(saved) == len(claimed) and number not in unlike
+        is_alone = not own and len(saved) == len(claimed) and number not in taken
         its = [saved[each] for each in (own or [number] * is_alone)]
         settings = its[0].items() if its else ()
-        differences = _among_saved(its) or [text for each in own for text in unlike[each]]
+        differences = differing_settings(its, [f"for {each['params'][0]!r}" for each in its if own])
+        for each in own if not differences else ():
+            heirs = {n: g for n, g in enumerate(ownership.groups) if each in claimed[n]}
+            differences += _among_heirs(saved[each], heirs)
         copies = {k: _like(snapshot(v), group.get(k)) for k, v in settings if k not in _NAMES}
         found.append((copies if its else None, joined(differences, 4, "; ")))
         if differences and strict:
@@ -144,12 +144,11 @@ def _like(value: Any, own: Any) -> Any:
     return value
 
 
-def _among_saved(groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return how the settings of saved groups differ that one group would get."""
+def differing_settings(groups: Sequence[Mapping[str, Any]], whose: Sequence[str]) -> list[str]:
+    """Return how the settings of groups differ from the first one's. whose: said of each."""
     return [
-        f"{key}={groups[0].get(key)!r} for {groups[0]['params'][0]!r}, "
-        f"{other.get(key)!r} for {other['params'][0]!r}"
-        for other in groups[1:]
+        f"{key}={groups[0].get(key)!r} {whose[0]}, {other.get(key)!r} {of_other}"
+        for other, of_other in zip(groups[1:], whose[1:], strict=True)
         for key in dict.fromkeys([*groups[0], *other])
         if key not in _NAMES and repr(groups[0].get(key)) != repr(other.get(key))
     ]
