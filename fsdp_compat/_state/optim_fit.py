@@ -1,8 +1,9 @@
 """What an optimizer takes of a saved state, whether that is a dict or a checkpoint: the parameters
-of its numbers, the settings of its groups, and which states are cut as their parameters are.
+of its numbers, the settings of its groups, which states are cut as their parameters are, and in
+what order they are brought.
 
 Saved states are keyed by names before wrapping. Of tensors, which may be plain, sharded, lazy, in a
-file or on rank 0, only shapes and dtypes count here: to bring the values is up to the caller."""
+file or on rank 0, only shapes and dtypes count here: a ``Bringer`` knows where the values are."""
 
 from __future__ import annotations
 
