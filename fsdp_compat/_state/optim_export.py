@@ -102,9 +102,8 @@ def export_optim_state(
         cut_state(optimizer)
         ownership = ownership_of(groups, label, units, model)
         is_own = state_dict is None or isinstance(optimizer, CompositeOptimizer)
-        source = _source_of(
-            ownership, numbered_state_dict(optimizer) if is_own else state_dict, where
-        )
+        given = numbered_state_dict(optimizer) if is_own else state_dict
+        source = _source_of(ownership, given, where)
         if form.first_step:
             source = source.with_first_states(optimizer)
     except Exception as error:  # raised later, after the other ranks have been told
@@ -162,8 +161,7 @@ class _Source(HeldStates):
     """The contents of ``optimizer.state_dict()``, by parameter."""
 
     user_states: Mapping[str, Any]  # states that belong to no parameter, by the user's keys
-    # The dict's, with parameters as "params"; None if it has none.
-    param_groups: Sequence[Mapping[str, Any]] | None
+    param_groups: Sequence[Mapping[str, Any]] | None  # the dict's; None if it has none
     is_dry_run: bool = False  # the optimizer has no state yet: what its first step would create
 
     def with_first_states(self, optimizer: Optimizer) -> _Source:
@@ -224,9 +222,8 @@ def _source_of(ownership: ParamOwnership, state_dict: Any, where: str) -> _Sourc
             f"{textwrap.shorten(', '.join(user_states), 300)}.",
             stacklevel=4,
         )
-    groups = groups and [{**g, "params": [by_key[k] for k in g["params"]]} for g in groups]
-    states = {by_key[k]: entry for k, entry in entries.items()}
-    current = {p: entry for p, entry in states.items() if not ownership.is_vacant(p)}
+    its = ((by_key[key], entry) for key, entry in entries.items())
+    current = {param: entry for param, entry in its if not ownership.is_vacant(param)}
     return _Source(ownership, current, user_states=user_states, param_groups=groups)
 
 
