@@ -274,15 +274,12 @@ class Bringer(typing.Protocol):
 
     def tensor_for(self, param: nn.Parameter, key: Any, dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor of the parameter's shape for a state that is cut."""
-        ...
 
     def fill(self, group: Group, fills: Sequence[Fill]) -> None:
         """Bring one state of a group's parameters to its places, which every rank does."""
-        ...
 
     def uncut(self, param: nn.Parameter, key: Any, value: Any) -> Any:
         """Return a state that is not cut."""
-        ...
 
 
 def bring(

@@ -44,9 +44,8 @@ class SharedOptimizer:
 
     def facts(self, exact: bool = False) -> list[Any] | None:
         """Return the facts to compare, as JSON values; None without an optimizer."""
-        if self._ownership is None:
-            return None
-        return list(describe(self._ownership, self._groups, exact=exact))
+        own = self._ownership
+        return None if own is None else list(describe(own, self._groups, exact=exact))
 
     def require_alike(self, all_facts: Sequence[list[Any] | None]) -> None:
         """Raise UsageError, on all ranks, unless all facts, in rank order, match. Collective."""
