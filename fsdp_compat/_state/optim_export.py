@@ -177,27 +177,26 @@ class _Source(HeldStates):
     def facts(
         self, groups: Sequence[Group], *, exact: bool = True
     ) -> tuple[OptimizerFacts, list[_Facts]]:
-        """Return this rank's description of its optimizer, and of its states of each group. Unless
-        exact, parameters without elements here are described as the others, if these are alike."""
-        found = []
-        for group in groups:
-            params = self.ownership.in_group(group)
-            described = [
-                {
-                    key: _facts_of_state(self.states[param][key], kind)
-                    for key, kind in self.kinds.get(param, {}).items()
-                }
-                for param in params
-            ]
-            held = [
-                states
-                for param, states in zip(params, described, strict=True)
-                if not self.ownership.is_vacant(param)
-            ]
-            if held and not exact and all(repr(states) == repr(held[0]) for states in held):
-                described = [held[0] for _ in params]
-            found.append(_Facts(not self.is_dry_run if self.states else None, described))
-        return describe(self.ownership, groups, exact=exact), found
+        """Return this rank's description of its optimizer, and of its states of each group."""
+        states = [self.facts_of(group, exact=exact) for group in groups]
+        return describe(self.ownership, groups, exact=exact), states
+
+    def facts_of(self, group: Group, *, exact: bool = True) -> _Facts:
+        """Return this rank's description of its states of a group. Unless exact, parameters without
+        elements here are described as the others, if these are alike."""
+        params = self.ownership.in_group(group)
+        described = [
+            {
+                key: _facts_of_state(self.states[param][key], kind)
+                for key, kind in self.kinds.get(param, {}).items()
+            }
+            for param in params
+        ]
+        pairs = zip(params, described, strict=True)
+        held = [states for param, states in pairs if not self.ownership.is_vacant(param)]
+        if held and not exact and all(repr(states) == repr(held[0]) for states in held):
+            described = [held[0] for _ in params]
+        return _Facts(not self.is_dry_run if self.states else None, described)
 
 
 def _source_of(ownership: ParamOwnership, state_dict: Any, where: str) -> _Source:
@@ -303,7 +302,7 @@ def _agree(
     if text:
         raise RuntimeUsageError(text)
     assert source is not None
-    return {id(group): facts.get(id(group)) or source.facts([group])[1] for group in groups}
+    return {id(group): facts.get(id(group)) or [source.facts_of(group)] for group in groups}
 
 
 def _communicators(groups: Sequence[Group]) -> list[tuple[Transport, list[Group]]]:
