@@ -1,19 +1,21 @@
-"""Recognises optimizers that are wrong on shards, because they need whole parameters."""
+"""Recognises optimizers that are wrong on shards, because they need whole parameters: what their
+update of a parameter depends on is tried out on small ones."""
 
 from __future__ import annotations
 
+import contextlib
+import random
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .. import _torch_private
 from .optim_contents import CompositeOptimizer
-from .trials import depends_on_others, depends_on_shape, small_shape
 
 # Every element's update depends on its own gradients alone. Subclasses may differ.
 _ELEMENTWISE = frozenset(
@@ -25,7 +27,12 @@ _ELEMENTWISE = frozenset(
 )
 _LR = 0.01  # instead of a schedule's first one, which may be 0
 _OWN = frozenset({"params", "param_names", "lr", "initial_lr"})  # what groups may differ in
+_NUM_STEPS = 8  # until step sizes that are estimated have grown
+_MAX_SIZE = 24  # of a dim
+_TOLERANCE = 1e-3  # relative to the largest update; another order of sums stays below
 _told: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+Make = Callable[[list[nn.Parameter]], Optimizer]
 
 
 def warn_of_parts(
@@ -82,3 +89,100 @@ def _unfit(
         f"{name} is wrong on shards: its update of a part of a parameter is not that part of the "
         f"update of the whole. {fix}"
     )
+
+
+# -- trials
+
+
+def small_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return a shape with as many dims that is quick to try, not square."""
+    sizes = (min(size, _MAX_SIZE - 4 * number) for number, size in enumerate(shape[:4]))
+    return tuple(max(size, 2) for size in sizes)
+
+
+def depends_on_others(make: Make, shape: tuple[int, ...], device: torch.device) -> bool | None:
+    """True if a parameter gets another update beside a second one, as where a norm or a step size
+    is that of all. None if it cannot be tried. Random states are kept."""
+    alone, beside = _updates(make, device, [shape]), _updates(make, device, [shape, shape])
+    return None if alone is None or beside is None else _differ(alone[0], beside[0])
+
+
+def depends_on_shape(make: Make, shape: tuple[int, ...], device: torch.device) -> bool | None:
+    """True if parts of a parameter, 1-D, get other updates than the whole, in optimizers of their
+    own as on ranks, or none at all. None if it cannot be tried."""
+    whole = _updates(make, device, [shape])
+    if whole is None:
+        return None
+    numel = whole[0].numel()
+    parts = [
+        _updates(make, device, [shape], slice(start, stop))
+        for start, stop in ((0, numel // 3), (numel // 3, numel))
+    ]
+    found = [part[0] for part in parts if part is not None]
+    return len(found) < len(parts) or _differ(whole[0].reshape(-1), torch.cat(found))
+
+
+def _differ(one: Tensor, other: Tensor) -> bool:
+    largest = torch.maximum(one.abs().amax(), other.abs().amax())
+    return bool((one - other).abs().amax() > _TOLERANCE * largest)
+
+
+def _updates(
+    make: Make, device: torch.device, shapes: Sequence[tuple[int, ...]], run: slice | None = None
+) -> list[Tensor] | None:
+    """Return the sum of some updates of each parameter, or of a ``run``; None if a step fails."""
+    with _own_random_state(device), torch.enable_grad():
+        values = [_random(shape, number) for number, shape in enumerate(shapes)]
+        # Much the same in each step, as then estimated step sizes grow. The second parameter's are
+        # large, so that clipping by the norm of all shows.
+        grads = [
+            [
+                (_random(shape, 100 + number) + 0.1 * _random(shape, 1000 * step + number))
+                * 1e4**number
+                for number, shape in enumerate(shapes)
+            ]
+            for step in range(1, _NUM_STEPS + 1)
+        ]
+        if run is not None:
+            values = [value.reshape(-1)[run].clone() for value in values]
+            grads = [[grad.reshape(-1)[run].clone() for grad in each] for each in grads]
+        params = [nn.Parameter(value.to(device, copy=True)) for value in values]
+        try:
+            optimizer = make(params)
+            for step, of_step in enumerate(grads):
+                for param, grad in zip(params, of_step, strict=True):
+                    param.grad = grad.to(device)
+                _seed(step, device)
+                _step(optimizer)
+        except Exception:  # of the user's optimizer, which may raise anything
+            return None
+    return [param.detach().cpu() - value for param, value in zip(params, values, strict=True)]
+
+
+@contextlib.contextmanager
+def _own_random_state(device: torch.device) -> Iterator[None]:
+    """A context after which the random states of Python, the CPU and ``device`` are as before."""
+    state, devices = random.getstate(), [device] if device.type != "cpu" else []
+    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+        yield
+    random.setstate(state)
+
+
+def _seed(seed: int, device: torch.device) -> None:
+    torch.default_generator.manual_seed(seed)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(seed)
+
+
+def _step(optimizer: Optimizer) -> None:
+    """Step without the hooks that users register for all optimizers."""
+    step = _torch_private.step_without_hooks(optimizer)
+    try:
+        step(optimizer)
+    except TypeError:  # it needs a closure
+        step(optimizer, lambda: 0.0)
+
+
+def _random(shape: Sequence[int], seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, device="cpu")

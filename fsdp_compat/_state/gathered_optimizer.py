@@ -5,6 +5,8 @@ values back to the shards."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +20,9 @@ from .._engine.group import Group
 from .._engine.state_store import store_of
 from ..errors import RuntimeUsageError, UsageError, require_module, takes, unusable, wrong_type
 from .dry_run import states_to_be
+from .elementwise import depends_on_others, small_shape
 from .grad_norms import require_reduced
+from .optim_agreement import agreeing, gathered_along
 from .optim_contents import (
     CompositeOptimizer,
     NumberedState,
@@ -31,8 +35,7 @@ from .optim_contents import (
     register_whole,
 )
 from .optim_export import ExportForm, Values, export_optim_state
-from .optim_import import LoadOptions, import_optim_state
-from .trials import depends_on_others, small_shape
+from .optim_import import import_optim_state
 from .units import NamedUnit, model_units_in, names_before, names_of, runtimes_of, units_of
 from .whole_exchange import Exchange, Place, owners_of
 
@@ -86,9 +89,15 @@ class GatheredOptimizer(CompositeOptimizer):
         self, model: nn.Module, make: Make, select: Select | None = None, others: Make | None = None
     ) -> None:
         require_module(model, _WHAT)
-        _require_function("make", make, 1)
-        _require_function("select", select, 2, is_optional=True)
-        _require_function("others", others, 1, is_optional=True)
+        for name, given, num_arguments in (
+            ("make", make, 1),
+            ("select", select, 2),
+            ("others", others, 1),
+        ):
+            is_left_out = given is None and name != "make"
+            if not (is_left_out or (callable(given) and takes(given, num_arguments))):
+                expected = f"a function of {num_arguments} argument(s)"
+                raise wrong_type(name, expected + ", or None" * (name != "make"), given, _WHAT)
         units, self._groups = begin(model, _WHAT, f"{_WHAT}(...)")
         axes = dict.fromkeys(axis for each in self._groups for axis in (each.shard, each.replica))
         self._model, self._axes = model, [axis for axis in axes if axis.ranks > 1]
@@ -100,14 +109,24 @@ class GatheredOptimizer(CompositeOptimizer):
             kind = place.group.shard, place.store.dtype, place.store.shard.device
             by_kind.setdefault(kind, []).append(place)
         self._exchanges = [Exchange(places, owners_of(places)) for places in by_kind.values()]
-        try:
+        exchange = functools.partial(gathered_along, self._axes)
+        with agreeing(exchange, lambda *told: _unmade(f"{told[2]}: {told[3]}")) as agreement:
             self._make(choice, make, others)
-            problem = None
-        except Exception as error:  # the user's function may raise anything
-            problem = error
-        self._agree_on_groups(units, problem)
-        self.trained = choice.trained(with_rest=others is not None)
-        self._frozen = [p for p in self._sharded_params() if not p.requires_grad]
+            own = ownership_of(self.param_groups, _WHAT, units, model)
+            agreement.own = own.names_by_group
+        sizes = [len(names) for names in agreement.by_rank]
+        if len({*sizes}) > 1:
+            raise _unmade(f"optimizers of {sizes} parameter groups, by rank")
+        order = {name: number for number, name in enumerate(names_before(model))}
+        self.group_names = [
+            sorted({*itertools.chain(*names)}, key=lambda name: order.get(name, len(order)))
+            for names in zip(*agreement.by_rank, strict=True)
+        ]
+        sharded = dict.fromkeys(place.param for place in choice.places)
+        self.trained = [*sharded, *choice.unsharded, *(choice.rest if others is not None else ())]
+        stores = map(store_of, self._groups)
+        sharded_params = (param for store in stores for param, _ in store.sharded_params)
+        self._frozen = [param for param in sharded_params if not param.requires_grad]
         for each in self._exchanges:
             each.release()
 
@@ -115,16 +134,16 @@ class GatheredOptimizer(CompositeOptimizer):
         self, units: Sequence[NamedUnit], select: Select, has_others: bool
     ) -> _Choice:
         """Collective: a choice that is the same on all ranks, or an error on all of them."""
-        choice, problem, text = None, None, ""
+        found: _Choice | Exception
         try:
-            choice = _Choice(units, self._model, select, has_others)
-            text = repr([(place.name, place.is_selected) for place in choice.places])
+            found = _Choice(units, self._model, select, has_others)
+            text = repr([(place.name, place.is_selected) for place in found.places])
         except Exception as error:  # raised after the other ranks have been told
-            problem, text = error, str(error)
+            found, text = error, str(error)
         is_same = are_alike(text, self._axes, "the choice of parameters")
-        if problem is not None:
-            raise problem
-        if not is_same or choice is None:
+        if isinstance(found, Exception):
+            raise found
+        if not is_same:
             raise RuntimeUsageError.of(
                 "The ranks select different parameters.",
                 expected="a function select that returns the same on every rank",
@@ -132,7 +151,7 @@ class GatheredOptimizer(CompositeOptimizer):
                 where=f"{_WHAT}(select=)",
                 fix="decide by name and shape alone; see the error on that rank, if there is one",
             )
-        return choice
+        return found
 
     def _make(self, choice: _Choice, make: Make, others: Make | None) -> None:
         """Make the inner optimizers, and take over their groups and states."""
@@ -151,44 +170,6 @@ class GatheredOptimizer(CompositeOptimizer):
         self._step_supports_amp_scaling = True  # torch's GradScaler then says that it is there
         self.state = StateView(optimizers)  # type: ignore[assignment]
         self.param_groups = [group for each in optimizers for group in each.param_groups]
-
-    def _sharded_params(self) -> list[nn.Parameter]:
-        return [param for group in self._groups for param, _ in store_of(group).sharded_params]
-
-    def _agree_on_groups(self, units: Sequence[NamedUnit], problem: Exception | None) -> None:
-        """Collective: an error on all ranks if there is one on any, and the names of all ranks."""
-        names: list[list[str]] = []
-        text = "" if problem is None else f"{type(problem).__name__}: {problem}"
-        if problem is None:
-            own = ownership_of(self.param_groups, _WHAT, units, self._model)
-            names = [
-                [name for p in group["params"] for name in own.names_in(p)]
-                for group in self.param_groups
-            ]
-        for axis in self._axes:
-            texts, of_ranks = zip(*axis.gather_objects((text, names)), strict=True)
-            text = text or next(filter(None, texts), "")
-            sizes = [len(its) for its in of_ranks]
-            if not text and len({*sizes}) > 1:
-                text = f"optimizers of {sizes} parameter groups, by rank"
-            names = [
-                [name for its in each for name in its] for each in zip(*of_ranks, strict=False)
-            ]
-        if problem is not None:
-            raise problem
-        if text:
-            raise RuntimeUsageError.of(
-                f"{_WHAT} could not be made on all ranks.",
-                expected="functions make and others that return optimizers of the given "
-                "parameters, with as many groups on every rank",
-                got=text,
-                where=f"{_WHAT}(...)",
-                fix="see the error on the rank that raised it; a group may be empty on some ranks",
-            )
-        order = {name: number for number, name in enumerate(names_before(self._model))}
-        self.group_names = [
-            sorted({*its}, key=lambda name: order.get(name, len(order))) for its in names
-        ]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -289,27 +270,24 @@ class GatheredOptimizer(CompositeOptimizer):
 
         Collective: all ranks of the model, unless it comes from optim_state_dict_to_load."""
         if not isinstance(state_dict, NumberedState):
-            where, wanted = f"{_WHAT}.load_state_dict()", LoadOptions(self, from_rank0=False)
-            state_dict = import_optim_state(
-                self._model, self.param_groups, state_dict, wanted, where
-            )
+            where = f"{_WHAT}.load_state_dict()"
+            state_dict = import_optim_state(self._model, self.param_groups, state_dict, where, self)
         states, start = self._put_together(state_dict["state"]), 0
-        saved = state_dict.get("param_groups") or numbered_state_dict(self)["param_groups"]
-        groups = list(saved)
-        own = {key: state for key, state in states.items() if not isinstance(key, int)}
+        groups = list(state_dict.get("param_groups") or numbered_state_dict(self)["param_groups"])
+        users = {key: state for key, state in states.items() if not isinstance(key, int)}
         for each in self.optimizers:
-            stop, number = start + len(_params_of(each)), len(each.param_groups)
-            own |= {
-                key - start: state
-                for key, state in states.items()
-                if isinstance(key, int) and start <= key < stop
-            }
-            its_groups = [
-                {**group, "params": [key - start for key in group["params"]]}
-                for group in groups[:number]
-            ]
-            each.load_state_dict({"state": own, "param_groups": its_groups})
-            start, groups, own = stop, groups[number:], {}
+            its_groups = [groups.pop(0) for _ in each.param_groups]
+            numbers = range(start, start + len(_params_of(each)))
+            each.load_state_dict(
+                {
+                    "state": users | {n - start: states[n] for n in numbers if n in states},
+                    "param_groups": [
+                        {**group, "params": [n - start for n in group["params"]]}
+                        for group in its_groups
+                    ],
+                }
+            )
+            start, users = numbers.stop, {}
         self.param_groups = [group for each in self.optimizers for group in each.param_groups]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -331,6 +309,17 @@ class GatheredOptimizer(CompositeOptimizer):
         params = _params_of(self)
         found = {key: of_tensors(each, like.get(params[key], {})) for key, each in owned.items()}
         return {**states, **found}
+
+
+def _unmade(got: str) -> RuntimeUsageError:
+    return RuntimeUsageError.of(
+        f"{_WHAT} could not be made on all ranks.",
+        expected="functions make and others that return optimizers of the given parameters, with "
+        "as many groups on every rank",
+        got=got,
+        where=f"{_WHAT}(...)",
+        fix="see the error on the rank that raised it; a group may be empty on some ranks",
+    )
 
 
 class _Choice:
@@ -365,12 +354,11 @@ class _Choice:
             if not param.requires_grad:
                 continue
             names = [names_of(store.orig_params[index], prefix)[0] for index in indices]
-            shapes = [tuple(store.shape(index)) for index in indices]
-            chosen = [bool(select(*each)) for each in zip(names, shapes, strict=True)]
             places = [
-                Place(name, group, index, param, is_selected)
-                for name, index, is_selected in zip(names, indices, chosen, strict=True)
+                Place(name, group, index, param, bool(select(name, tuple(store.shape(index)))))
+                for name, index in zip(names, indices, strict=True)
             ]
+            chosen = [place.is_selected for place in places]
             if not any(chosen):
                 self.rest.append(param)
                 continue
@@ -399,10 +387,6 @@ class _Choice:
     def has_rest(self) -> bool:
         """True if there is something for ``others``, here or on another rank."""
         return bool(self.rest) or not all(place.is_selected for place in self.places)
-
-    def trained(self, with_rest: bool) -> list[nn.Parameter]:
-        sharded = dict.fromkeys(place.param for place in self.places)
-        return [*sharded, *self.unsharded, *(self.rest if with_rest else ())]
 
 
 def _require_whole(place: Place) -> None:
@@ -468,10 +452,3 @@ def _require_independent(make: Make, example: torch.Tensor) -> None:
             fix="turn off clipping in the optimizer, and use model.clip_grad_norm_; a step size "
             "that is estimated from all parameters, as by Prodigy, cannot be used on shards",
         )
-
-
-def _require_function(name: str, given: Any, num_arguments: int, is_optional: bool = False) -> None:
-    if (given is None and is_optional) or (callable(given) and takes(given, num_arguments)):
-        return
-    expected = f"a function of {num_arguments} argument(s)" + ", or None" * is_optional
-    raise wrong_type(name, expected, given, _WHAT)

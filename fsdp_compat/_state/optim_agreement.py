@@ -9,23 +9,63 @@ of. Any other difference raises the same error on all ranks."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import nn
 
 from .._comm.mesh import named
+from .._comm.transport import Transport
 from .._engine.group import Group
 from .._engine.state_store import StateStore, store_of
 from ..errors import RuntimeUsageError
 from .optim_contents import ParamOwnership
 
 
-@dataclasses.dataclass(frozen=True)
-class OptimizerFacts:
+def gathered_along(axes: Iterable[Transport], value: object) -> list[Any]:
+    """Return the small values of all ranks of several axes. Collective."""
+    found = [value]
+    for axis in axes:
+        found = [its for of_rank in axis.gather_objects(found) for its in of_rank]
+    return found
+
+
+@dataclasses.dataclass
+class Agreement:
+    """What ranks tell each other after a step that each takes by itself."""
+
+    own: Any = None  # of this rank, set inside the with block
+    by_rank: list[Any] = dataclasses.field(default_factory=list)  # set at its end
+
+
+@contextlib.contextmanager
+def agreeing(
+    exchange: Callable[[Any], list[Any]], refused: Callable[[int, int, str, str], Exception]
+) -> Iterator[Agreement]:
+    """Run the with block on all ranks; if it fails on any, raise on all: its own error there,
+    elsewhere what ``refused`` makes of the rank, the number of ranks, and the error's class and
+    text. exchange: returns every rank's value. Collective."""
+    agreement, problem = Agreement(), None
+    try:
+        yield agreement
+    except Exception as error:  # raised when the other ranks have been told
+        problem = error
+    told = None if problem is None else (type(problem).__name__, str(problem))
+    answers = exchange((told, agreement.own))
+    if problem is not None:
+        raise problem
+    for rank, (failure, _) in enumerate(answers):
+        if failure is not None:
+            raise refused(rank, len(answers), *failure)
+    agreement.by_rank = [own for _, own in answers]
+
+
+class OptimizerFacts(NamedTuple):
     """One rank's description of its optimizer, for other ranks."""
 
     # By flat group: elements of a shard; of tensor-parallel parameters, of which ranks may hold
@@ -72,12 +112,10 @@ def require_alike(
     if different:
         raise RuntimeUsageError.of(
             "The optimizers of the ranks hold different parameters.",
-            expected="the same model on every rank, and the same parameters in its optimizer, in "
-            "any order",
+            expected="the same model, and the same parameters in its optimizer, in any order",
             got=different,
             where=where,
-            fix="make the optimizer from the same parameters on every rank; a rank may only leave "
-            "out parameters that it has no part of",
+            fix="make it from the same ones; a rank may leave out those that it has no part of",
         )
 
 

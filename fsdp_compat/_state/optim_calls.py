@@ -7,7 +7,7 @@ import copy
 import enum
 import itertools
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed as dist
@@ -31,7 +31,7 @@ from .elementwise import warn_of_parts
 from .forms import get_state_dict_type
 from .optim_contents import HeldStates, begin, numbered_names, ownership_of, require_state_dict
 from .optim_export import ExportForm, Values, export_optim_state, form_set
-from .optim_import import LoadOptions, import_optim_state
+from .optim_import import import_optim_state
 from .optimizer_checks import cut_state, shapes_of_parts
 from .rank_local import rank_local_names
 from .units import names_before, units_of
@@ -130,10 +130,15 @@ def optim_state_dict_to_load(
     require_group(group, where)
     require_bools(where, is_named_optimizer=is_named_optimizer, load_directly=load_directly)
     config = get_state_dict_type(model).optim_state_dict_config
-    from_rank0 = bool(getattr(config, "rank0_only", False))
-    wanted = LoadOptions(optim, from_rank0, is_named_optimizer)
-    groups = optim.param_groups
-    loadable = import_optim_state(model, groups, optim_state_dict, wanted, where)
+    loadable = import_optim_state(
+        model,
+        optim.param_groups,
+        optim_state_dict,
+        where,
+        optim,
+        from_rank0=bool(getattr(config, "rank0_only", False)),
+        is_named=is_named_optimizer,
+    )
     if load_directly:
         optim.load_state_dict(loadable)
     return loadable
@@ -220,7 +225,8 @@ def shard_full_optim_state_dict(
     ``optim``, or one created from ``optim_input``, or by default one over all parameters of the
     model."""
     where = _called("shard_full_optim_state_dict", _TO_LOAD, model, optim)
-    return _to_load(full_optim_state_dict, model, optim_input, optim, where)
+    groups = _groups_of(optim_input, optim, model, where)
+    return import_optim_state(model, groups, full_optim_state_dict, where, optim)
 
 
 def flatten_sharded_optim_state_dict(
@@ -234,7 +240,7 @@ def flatten_sharded_optim_state_dict(
     differently than the model are gathered."""
     where = _called("flatten_sharded_optim_state_dict", _TO_LOAD, model, optim)
     require_model_and_optimizer(model, optim, where)
-    return _to_load(sharded_optim_state_dict, model, None, optim, where)
+    return import_optim_state(model, optim.param_groups, sharded_optim_state_dict, where, optim)
 
 
 def scatter_full_optim_state_dict(
@@ -252,7 +258,8 @@ def scatter_full_optim_state_dict(
     Collective: all ranks of the model's process group. Rank 0 sends one state of one unit at a
     time."""
     where = _called("scatter_full_optim_state_dict", _TO_LOAD, model, optim, group)
-    return _to_load(full_optim_state_dict, model, optim_input, optim, where, from_rank0=True)
+    groups, given = _groups_of(optim_input, optim, model, where), full_optim_state_dict
+    return import_optim_state(model, groups, given, where, optim, from_rank0=True)
 
 
 def rekey_optim_state_dict(
@@ -295,11 +302,11 @@ def rekey_optim_state_dict(
     names = list(itertools.chain(*numbered_names(ownership, names_before(model))))
     keys: dict[Any, Any]
     if kind is OptimStateKeyType.PARAM_NAME:
-        by_number = dict(enumerate(names))
-        keys = {key: by_number.get(key) for key in used}
+        known: dict[Any, Any] = dict(enumerate(names))
+        keys = {key: known.get(key) for key in used}
     else:
-        numbers = {name: number for number, name in enumerate(names)}
-        keys = {key: numbers.get(ownership.name_before(key)) for key in used}
+        known = {name: number for number, name in enumerate(names)}
+        keys = {key: known.get(ownership.name_before(key)) for key in used}
     unknown = [key for key in used if keys[key] is None or len(kinds) > 1]
     if unknown:
         raise CheckpointError.of(
@@ -307,21 +314,15 @@ def rekey_optim_state_dict(
             expected="names, or numbers, of parameters that the optimizer holds and the model has",
             got=f"the key(s) {', '.join(map(repr, unknown[:3]))}",
             where=where,
-            fix="pass what full_optim_state_dict(...) or optimizer.state_dict() returned, "
-            "unchanged, with its model and optimizer, or the ones that will load it",
+            fix="pass an optimizer's state dict unchanged, with its model and optimizer",
         )
-    result: dict[str, Any] = {
-        "state": {keys[key]: value for key, value in optim_state_dict["state"].items()}
-    }
-    if "param_groups" in optim_state_dict:
-        result["param_groups"] = [
-            {
-                **{key: copy.deepcopy(value) for key, value in group.items() if key != "params"},
-                "params": sorted(keys[key] for key in group["params"]),
-            }
-            for group in groups
-        ]
-    return result
+    state = {keys[key]: value for key, value in optim_state_dict["state"].items()}
+    renamed = [
+        {**copy.deepcopy(group), "params": sorted(keys[key] for key in group["params"])}
+        for group in groups
+    ]
+    has_groups = "param_groups" in optim_state_dict
+    return {"state": state, "param_groups": renamed} if has_groups else {"state": state}
 
 
 def _groups_of(
@@ -346,19 +347,6 @@ def _groups_of(
 
 class _Groups(Optimizer):
     """Reads what an optimizer is created from."""
-
-
-def _to_load(
-    state_dict: Mapping[str, Any] | None,
-    model: nn.Module,
-    optim_input: Any,
-    optim: Optimizer | None,
-    where: str,
-    from_rank0: bool = False,
-) -> dict[str, Any]:
-    groups = _groups_of(optim_input, optim, model, where)
-    wanted = LoadOptions(optim, from_rank0, is_older_call=True)
-    return import_optim_state(model, groups, state_dict, wanted, where)
 
 
 def _called(old: str, new: str, model: Any, optim: Any, group: Any = None) -> str:

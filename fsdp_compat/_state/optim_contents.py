@@ -94,13 +94,20 @@ class ParamOwnership:
         """True if each rank steps some whole parameters for all."""
         return any(self.held[p].is_owned for p in self.numbers)
 
-    def is_stepped_elsewhere(self, name: str) -> bool:
-        """True for a parameter that another rank owns."""
-        return self.has_owners and self.by_name[name][0] not in self.numbers
+    def is_stepped_whole(self, name: str) -> bool:
+        """True for a parameter that this rank owns, or another one."""
+        param = self.by_name[name][0]
+        return self.has_owners and (param not in self.numbers or self.held[param].is_owned)
 
     def names_in(self, parameter: nn.Parameter) -> list[str]:
         """Return the first names of the user's parameters in one of the optimizer's."""
         return [name for _, name in self.held[parameter].names]
+
+    @property
+    def names_by_group(self) -> list[list[str]]:
+        """The first names of the user's parameters in each of the optimizer's groups."""
+        names = ([self.names_in(parameter) for parameter in g["params"]] for g in self.groups)
+        return [list(itertools.chain(*each)) for each in names]
 
     def is_vacant(self, parameter: nn.Parameter) -> bool:
         """True for a parameter with elements, but none on this rank, whose optimizer state here is
@@ -139,8 +146,7 @@ def require_units(units: Sequence[object], model: object, where: str) -> None:
             expected="a model that FullyShardedDataParallel or fully_shard was applied to",
             got=f"a {type(model).__name__} without any",
             where=where,
-            fix="pass the wrapped model, not the module in it. Without a wrapper, use its own "
-            "state_dict() and load_state_dict(...), and those of its optimizer",
+            fix="pass the wrapped model; without a wrapper, use the state dicts of torch",
         )
 
 
@@ -189,8 +195,7 @@ def ownership_of(
                     expected="an optimizer created from the parameters of the wrapped model",
                     got=f"a parameter of shape {tuple(parameter.shape)}",
                     where=f"parameter group {position}, {where}",
-                    fix="create the optimizer after wrapping, from model.parameters(), or wrap "
-                    "with use_orig_params=True",
+                    fix="create it after wrapping, or wrap with use_orig_params=True",
                 )
     return ParamOwnership(where, groups, held, {p: n for n, p in model.named_parameters()})
 
@@ -280,8 +285,7 @@ def numbered_names(ownership: ParamOwnership, order: Sequence[str]) -> list[list
     optimizer: in FlatParameters that of the model before wrapping, ``order``."""
     position = {name: number for number, name in enumerate(order)}
     found = []
-    for group in ownership.groups:
-        names = [name for parameter in group["params"] for name in ownership.names_in(parameter)]
+    for group, names in zip(ownership.groups, ownership.names_by_group, strict=True):
         held = (ownership.held[parameter].group for parameter in group["params"])
         if any(its is not None and store_of(its).is_flattened for its in held):
             names.sort(key=lambda name: position.get(name, len(position)))

@@ -28,7 +28,7 @@ from ..api import StateDictType
 from ..errors import RuntimeUsageError, UsageError, explain
 from .dry_run import first_states
 from .forms import get_state_dict_type
-from .optim_agreement import describe, global_rank, require_alike
+from .optim_agreement import OptimizerFacts, describe, global_rank, require_alike
 from .optim_contents import (
     CompositeOptimizer,
     HeldStates,
@@ -102,9 +102,8 @@ def export_optim_state(
         cut_state(optimizer)
         ownership = ownership_of(groups, label, units, model)
         is_own = state_dict is None or isinstance(optimizer, CompositeOptimizer)
-        source = _source_of(
-            ownership, numbered_state_dict(optimizer) if is_own else state_dict, where
-        )
+        given = numbered_state_dict(optimizer) if is_own else state_dict
+        source = _source_of(ownership, given, where)
         if form.first_step:
             source = source.with_first_states(optimizer)
     except Exception as error:  # raised later, after the other ranks have been told
@@ -122,8 +121,7 @@ def export_optim_state(
         _GroupStates(each, source, agreed[id(each)], form).add_to(state)
     if isinstance(optimizer, CompositeOptimizer):
         state |= _owned_states(source, all_groups, form)
-        groups = [{"names": names} for names in optimizer.group_names]
-    return _result(source, state, groups, form.to_cpu) if form.keep else {}
+    return _result(source, optimizer, state, form.to_cpu) if form.keep else {}
 
 
 def _owned_states(source: _Source, groups: Sequence[Group], form: ExportForm) -> dict[str, Any]:
@@ -139,23 +137,21 @@ def _owned_states(source: _Source, groups: Sequence[Group], form: ExportForm) ->
 
 
 def _result(
-    source: _Source, state: dict[str, Any], groups: Sequence[Mapping[str, Any]], to_cpu: bool
+    source: _Source, optimizer: Optimizer, state: dict[str, Any], to_cpu: bool
 ) -> dict[str, Any]:
-    """Return the state dict by names. groups: the optimizer's, or with all "names" in each."""
-    names_in = source.ownership.names_in
+    """Return the state dict by names."""
+    by_group: Sequence[Sequence[str]] = source.ownership.names_by_group
     state |= {name: snapshot(dict(its), to_cpu) for name, its in source.unmanaged.items()}
-    in_order = [name for p in source.ownership.numbers for name in names_in(p)]
-    names = dict.fromkeys([name for name in in_order if name in state] + list(state))
+    in_order = [name for names in by_group for name in names if name in state]
+    names = dict.fromkeys(in_order + list(state))
+    if isinstance(optimizer, CompositeOptimizer):
+        by_group = optimizer.group_names
     user_states = snapshot(dict(source.user_states), to_cpu)
     result: dict[str, Any] = {"state": {name: state[name] for name in names} | user_states}
     if source.param_groups is not None:
         result["param_groups"] = [
-            {key: copied(value) for key, value in group.items()}
-            | {
-                "params": named.get("names")
-                or [name for p in group["params"] for name in names_in(p)]
-            }
-            for group, named in zip(source.param_groups, groups, strict=False)
+            {**{key: copied(value) for key, value in group.items()}, "params": list(names)}
+            for group, names in zip(source.param_groups, by_group, strict=False)
         ]
     return result
 
@@ -165,8 +161,7 @@ class _Source(HeldStates):
     """The contents of ``optimizer.state_dict()``, by parameter."""
 
     user_states: Mapping[str, Any]  # states that belong to no parameter, by the user's keys
-    # The dict's, with parameters as "params"; None if it has none.
-    param_groups: Sequence[Mapping[str, Any]] | None
+    param_groups: Sequence[Mapping[str, Any]] | None  # the dict's; None if it has none
     is_dry_run: bool = False  # the optimizer has no state yet: what its first step would create
 
     def with_first_states(self, optimizer: Optimizer) -> _Source:
@@ -179,6 +174,13 @@ class _Source(HeldStates):
         is_dry_run = bool(found) and not self.states
         return dataclasses.replace(self, states={**self.states, **found}, is_dry_run=is_dry_run)
 
+    def facts(
+        self, groups: Sequence[Group], *, exact: bool = True
+    ) -> tuple[OptimizerFacts, list[_Facts]]:
+        """Return this rank's description of its optimizer, and of its states of each group."""
+        states = [self.facts_of(group, exact=exact) for group in groups]
+        return describe(self.ownership, groups, exact=exact), states
+
     def facts_of(self, group: Group, *, exact: bool = True) -> _Facts:
         """Return this rank's description of its states of a group. Unless exact, parameters without
         elements here are described as the others, if these are alike."""
@@ -190,12 +192,9 @@ class _Source(HeldStates):
             }
             for param in params
         ]
-        held = [
-            states
-            for param, states in zip(params, described, strict=True)
-            if not self.ownership.is_vacant(param)
-        ]
-        if held and not exact and all(_text(states) == _text(held[0]) for states in held):
+        pairs = zip(params, described, strict=True)
+        held = [states for param, states in pairs if not self.ownership.is_vacant(param)]
+        if held and not exact and all(repr(states) == repr(held[0]) for states in held):
             described = [held[0] for _ in params]
         return _Facts(not self.is_dry_run if self.states else None, described)
 
@@ -214,8 +213,7 @@ def _source_of(ownership: ParamOwnership, state_dict: Any, where: str) -> _Sourc
                 f"{len(ownership.numbers) - 1}, or by the names of model.named_parameters()",
                 got=f"the key {textwrap.shorten(repr(key), 300)}",
                 where=where,
-                fix="leave the third argument out; a dict that optim_state_dict returned needs no "
-                "second conversion",
+                fix="leave the third argument out; what optim_state_dict returned is ready to save",
             )
     if user_states:
         warnings.warn(
@@ -223,22 +221,22 @@ def _source_of(ownership: ParamOwnership, state_dict: Any, where: str) -> _Sourc
             f"{textwrap.shorten(', '.join(user_states), 300)}.",
             stacklevel=4,
         )
-    groups = groups and [{**g, "params": [by_key[k] for k in g["params"]]} for g in groups]
-    states = {by_key[k]: entry for k, entry in entries.items()}
-    current = {p: entry for p, entry in states.items() if not ownership.is_vacant(p)}
+    its = ((by_key[key], entry) for key, entry in entries.items())
+    current = {param: entry for param, entry in its if not ownership.is_vacant(param)}
     return _Source(ownership, current, user_states=user_states, param_groups=groups)
 
 
 # -- what ranks tell each other about their states
 
 
-class _StateFacts(typing.NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _StateFacts:
     """A rank's description of one state of one sharded parameter."""
 
     kind: StateKind
     dtype: torch.dtype | None = None
     text: str = ""  # of a scalar's value, to compare it
-    value: Any = None  # of a scalar
+    value: Any = dataclasses.field(default=None, compare=False, repr=False)  # of a scalar
 
 
 class _Facts(typing.NamedTuple):
@@ -247,11 +245,6 @@ class _Facts(typing.NamedTuple):
     # Of states of any group: True if steps made them, False if a dry run did, None without any.
     is_stepped: bool | None
     states: Sequence[Mapping[Any, _StateFacts]]  # one per sharded parameter
-
-
-def _text(states: Mapping[Any, _StateFacts]) -> str:
-    """Return what tells descriptions of a parameter's states apart."""
-    return repr([(key, *facts[:3]) for key, facts in states.items()])
 
 
 def _facts_of_state(value: Any, kind: StateKind) -> _StateFacts:
@@ -268,7 +261,7 @@ def _agreed(by_rank: Sequence[Mapping[Any, _StateFacts]]) -> dict[Any, _StateFac
     agreed: dict[Any, _StateFacts] = {}
     for states in by_rank:
         for key, described in states.items():
-            if agreed.setdefault(key, described)[:3] != described[:3]:
+            if agreed.setdefault(key, described) != described:
                 agreed[key] = _StateFacts(StateKind.RANK_LOCAL)
     return agreed
 
@@ -289,30 +282,21 @@ def _agree(
         )
     facts = dict[int, list[Any]]()
     for communicator, shared in _communicators(groups):
-        assumed = [source.facts_of(group, exact=False) for group in shared] if source else []
-        states = [(each.is_stepped, [*map(_text, each.states)]) for each in assumed]
-        held = source and describe(source.ownership, shared, exact=False)
-        if are_alike(text or repr((held, states)), [communicator], "facts of the optimizers"):
-            by_group = [[each] * communicator.ranks for each in assumed]
-        else:
-            exact = source and (
-                describe(source.ownership, shared, exact=True),
-                [source.facts_of(group) for group in shared],
-            )
-            texts, answers = zip(*communicator.gather_objects((text, exact)), strict=True)
+        own = None if source is None else source.facts(shared, exact=False)
+        answers: Sequence[Any] = [own] * communicator.ranks
+        if not are_alike(text or repr(own), [communicator], "facts of the optimizers"):
+            own = None if source is None else source.facts(shared)
+            texts, answers = zip(*communicator.gather_objects((text, own)), strict=True)
             text = text or next(filter(None, texts), "")
-            if text or source is None:
-                continue
-            of_ranks, facts_of_ranks = zip(*answers, strict=True)
-            try:
-                by_rank = dict(zip(communicator.members, of_ranks, strict=True))
-                require_alike(source.ownership, shared, by_rank, where, unmanaged=False)
-            except RuntimeUsageError as error:
-                text = str(error)
-            by_group = [list(each) for each in zip(*facts_of_ranks, strict=True)]
-        for group, of_group in zip(shared, by_group, strict=False):
+            if source is not None and not text:
+                by_rank = {n: f[0] for n, f in zip(communicator.members, answers, strict=True)}
+                try:
+                    require_alike(source.ownership, shared, by_rank, where, unmanaged=False)
+                except RuntimeUsageError as error:
+                    text = str(error)
+        for number, group in enumerate(shared if source is not None and not text else ()):
             if group.shard is communicator:
-                facts[id(group)] = of_group
+                facts[id(group)] = [of_groups[number] for _, of_groups in answers]
     if problem is not None:
         raise problem
     if text:

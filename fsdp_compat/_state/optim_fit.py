@@ -1,15 +1,17 @@
 """What an optimizer takes of a saved state, whether that is a dict or a checkpoint: the parameters
-of its numbers, the settings of its groups, and which states are cut as their parameters are.
+of its numbers, the settings of its groups, which states are cut as their parameters are, and in
+what order they are brought.
 
 Saved states are keyed by names before wrapping. Of tensors, which may be plain, sharded, lazy, in a
-file or on rank 0, only shapes and dtypes count here: to bring the values is up to the caller."""
+file or on rank 0, only shapes and dtypes count here: a ``Bringer`` knows where the values are."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import typing
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from numbers import Number
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch
 from torch import nn
 
 from .. import _torch_private
+from .._engine.group import Group
 from .._engine.state_store import store_of
 from .._text import joined
 from ..errors import CheckpointError
@@ -55,8 +58,7 @@ def names_of_numbers(
             expected=f"{len(expected)} parameter group(s), of {expected} parameters",
             got=f"{len(found)}, of {found} parameters",
             where=f"{where}, {ownership.where}",
-            fix="create the optimizer with the same parameter groups as the saved one, load state "
-            "that is keyed by names, or load the model alone",
+            fix="make the groups as they were saved, load state by names, or load the model alone",
         )
     numbers = [number for group in saved for number in group["params"]]
     given = [name for group in saved for name in group.get("param_names", ())]  # if torch knew them
@@ -109,16 +111,16 @@ def settings_for(
         all_names = (its for p in group["params"] for its in ownership.held[p].all_names.values())
         names = itertools.chain.from_iterable(all_names)
         claimed.append(list(dict.fromkeys(of_name[name] for name in names if name in of_name)))
-    unlike: dict[int, list[str]] = {}  # by number of the saved group
-    for each in {number for own in claimed for number in own}:
-        heirs = {n: group for n, group in enumerate(ownership.groups) if each in claimed[n]}
-        unlike[each] = _among_heirs(saved[each], heirs)
+    taken = set(itertools.chain(*claimed))
     found: list[tuple[dict[str, Any] | None, str]] = []
     for number, (group, own) in enumerate(zip(ownership.groups, claimed, strict=True)):
-        is_alone = not own and len(saved) == len(claimed) and number not in unlike
+        is_alone = not own and len(saved) == len(claimed) and number not in taken
         its = [saved[each] for each in (own or [number] * is_alone)]
         settings = its[0].items() if its else ()
-        differences = _among_saved(its) or [text for each in own for text in unlike[each]]
+        differences = differing_settings(its, [f"for {each['params'][0]!r}" for each in its if own])
+        for each in own if not differences else ():
+            heirs = {n: g for n, g in enumerate(ownership.groups) if each in claimed[n]}
+            differences += _among_heirs(saved[each], heirs)
         copies = {k: _like(snapshot(v), group.get(k)) for k, v in settings if k not in _NAMES}
         found.append((copies if its else None, joined(differences, 4, "; ")))
         if differences and strict:
@@ -127,10 +129,9 @@ def settings_for(
                 expected="groups like those that were saved, or with the same settings",
                 got=found[-1][1],
                 where=f"parameter group {number} of the optimizer, {where}",
-                fix="make the groups as they were saved, with use_orig_params=True or fully_shard "
-                "if a FlatParameter, which is in one group, stands in the way; give them the same "
-                "settings, and others after the load; with checkpoint.load, strict=False keeps "
-                "their settings",
+                fix="make the groups as they were saved (a FlatParameter is in one: wrap with "
+                "use_orig_params=True); or give them equal settings, and change these after the "
+                "load; or keep theirs, with strict=False in checkpoint.load",
             )
     return found
 
@@ -144,12 +145,11 @@ def _like(value: Any, own: Any) -> Any:
     return value
 
 
-def _among_saved(groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return how the settings of saved groups differ that one group would get."""
+def differing_settings(groups: Sequence[Mapping[str, Any]], whose: Sequence[str]) -> list[str]:
+    """Return how the settings of groups differ from the first one's. whose: said of each."""
     return [
-        f"{key}={groups[0].get(key)!r} for {groups[0]['params'][0]!r}, "
-        f"{other.get(key)!r} for {other['params'][0]!r}"
-        for other in groups[1:]
+        f"{key}={groups[0].get(key)!r} {whose[0]}, {other.get(key)!r} {of_other}"
+        for other, of_other in zip(groups[1:], whose[1:], strict=True)
         for key in dict.fromkeys([*groups[0], *other])
         if key not in _NAMES and repr(groups[0].get(key)) != repr(other.get(key))
     ]
@@ -174,12 +174,13 @@ Cut = set[tuple[str, Any]]  # (name, key) of states with one element per element
 
 
 def per_element(ownership: ParamOwnership, entries: Entries, where: str) -> Cut:
-    """Return the states that are cut as their parameters are. entries: of parameters that units
-    manage. Raises CheckpointError for a state that is neither cut nor fits any part."""
+    """Return the states that are cut as their parameters are, of those that units manage. Raises
+    CheckpointError for a state that is neither cut nor fits any part."""
     by_key: dict[Any, dict[str, Any]] = {}
     for name, entry in entries.items():
+        is_managed = ownership.held[ownership.by_name[name][0]].group is not None
         for key, value in entry.items():
-            if value is not None:
+            if is_managed and value is not None and not ownership.is_stepped_whole(name):
                 by_key.setdefault(key, {})[name] = value
     return {
         (name, key)
@@ -226,8 +227,7 @@ def _cut_names(
                 expected=f"a tensor of shape {shapes[name]}, or a number in all of a FlatParameter",
                 got=got,
                 where=f"state {key!r} of {name!r}, {where}",
-                fix="load the optimizer state that was saved with this model, in the layout that "
-                "it was saved with, remove such states from it, or load the model alone",
+                fix="load it in the layout that it was saved with, or without such states",
             )
     return cut
 
@@ -253,41 +253,101 @@ def _described(value: Any) -> str:
     return f"a {type(value).__name__}" if shape is None else f"shape {shape}"
 
 
+# -- bringing them
+
+
 @dataclasses.dataclass(frozen=True)
 class Fill:
     """A state that is cut, of one of the user's parameters, and the place for its elements."""
 
-    index: int  # of the parameter in its store
+    name: str
+    param: nn.Parameter  # of the optimizer, or in a group of parameters beside it
+    index: int  # in the parameter's store
     key: Any
     value: Any  # as it was saved; None: it was not, which means zeros
     target: torch.Tensor  # 1-D: this rank's elements
 
 
-def fitted(
+class Bringer(typing.Protocol):
+    """Brings saved values from a dict of this rank, from rank 0, or from the files of a checkpoint,
+    which may fill their places later."""
+
+    def tensor_for(self, param: nn.Parameter, key: Any, dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor of the parameter's shape for a state that is cut."""
+
+    def fill(self, group: Group, fills: Sequence[Fill]) -> None:
+        """Bring one state of a group's parameters to its places, which every rank does."""
+
+    def uncut(self, param: nn.Parameter, key: Any, value: Any) -> Any:
+        """Return a state that is not cut."""
+
+
+def bring(
     ownership: ParamOwnership,
-    param: nn.Parameter,
-    entries: Mapping[int, Mapping[Any, Any]],
+    entries: Entries,
     cut: Cut,
-    tensor_for: Callable[[nn.Parameter, Any, torch.dtype], torch.Tensor],
-) -> tuple[dict[Any, Any], list[Fill]]:
-    """Return the state of a parameter of the optimizer, with saved values as they are and tensors
-    of its shape, and what these are filled with. entries: by index of the user's parameters in it.
-    tensor_for: returns, for a parameter, key and dtype, a tensor."""
-    held = ownership.held[param]
-    names, store = dict(held.names), None if held.group is None else store_of(held.group)
-    state: dict[Any, Any] = {}
+    groups: Iterable[Group],
+    values: Bringer,
+) -> dict[nn.Parameter, dict[Any, Any]]:
+    """Return the states that the optimizer loads, by its parameters. groups: of the model, whose
+    parameters the optimizer may lack on this rank. Collective if ``values.fill`` is."""
+    found: dict[nn.Parameter, dict[Any, Any]] = {}
+    for group in groups:
+        fills: dict[Any, list[Fill]] = {}  # by key, which is brought at once
+        for param in ownership.in_group(group):
+            inside = {
+                index: name
+                for index, name in ownership.held[param].names
+                if name in entries and not ownership.is_stepped_whole(name)
+            }
+            if inside:
+                found[param] = {}
+                for fill in _cut_to(param, group, inside, entries, cut, values, found[param]):
+                    fills.setdefault(fill.key, []).append(fill)
+        for of_key in fills.values():
+            values.fill(group, of_key)
+    for param in ownership.numbers:
+        for name in ownership.names_in(param) if ownership.held[param].group is None else ():
+            if name in entries:
+                state = entries[name].items()
+                found[param] = {key: values.uncut(param, key, value) for key, value in state}
+    in_order = (param for param in ownership.numbers if param in found)
+    return {param: found[param] for param in in_order if not ownership.is_vacant(param)}
+
+
+def _cut_to(
+    param: nn.Parameter,
+    group: Group,
+    inside: Mapping[int, str],
+    entries: Entries,
+    cut: Cut,
+    values: Bringer,
+    state: dict[Any, Any],
+) -> Iterator[Fill]:
+    """Set the state of a sharded parameter, and yield what it is filled with. inside: names."""
     runs: dict[Any, torch.Tensor] = {}  # by key: this rank's elements, 1-D
-    for index, entry in entries.items():
-        for key, value in entry.items():
-            if (names[index], key) not in cut:
-                state[key] = value if state.get(key) is None else state[key]
+    for name in inside.values():
+        for key, value in entries[name].items():
+            if (name, key) not in cut:
+                if state.get(key) is None:
+                    state[key] = values.uncut(param, key, value)
             elif key not in runs:
-                state[key] = tensor_for(param, key, dtype_of(value))
+                state[key] = values.tensor_for(param, key, dtype_of(value))
                 runs[key] = _torch_private.local_part(state[key]).view(-1)
-    fills = []
     for key, run in runs.items():
-        for index, entry in entries.items():
-            target = run if store is None else run[store.part_in_sharded_param(index).slice]
-            value = entry[key] if (names[index], key) in cut else None
-            fills.append(Fill(index, key, value, target))
-    return state, fills
+        for index, name in inside.items():
+            target = run[store_of(group).part_in_sharded_param(index).slice]
+            value = entries[name][key] if (name, key) in cut else None
+            yield Fill(name, param, index, key, value, target)
+
+
+def grouped(
+    groups: Sequence[Mapping[str, Any]],
+    settings: Sequence[Mapping[str, Any] | None],
+    keys: Mapping[nn.Parameter, Any],
+) -> list[dict[str, Any]]:
+    """Return an optimizer's groups with saved settings, and keys in place of parameters."""
+    return [
+        {**group, **(saved or {}), "params": [keys[p] for p in group["params"]]}
+        for group, saved in zip(groups, settings, strict=True)
+    ]

@@ -6,16 +6,17 @@ cuts its part out of its own dict, or out of what rank 0 sends."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import textwrap
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from .. import _torch_private
+from .. import _torch_private, errors
 from .._engine.group import Group
 from .._engine.state_store import store_of
 from .._text import joined
@@ -24,10 +25,9 @@ from ..errors import (
     FsdpCompatError,
     RuntimeUsageError,
     UsageError,
-    ValueCheckpointError,
 )
 from .loaded_values import is_sharded, read_part
-from .optim_agreement import describe, global_rank, require_alike
+from .optim_agreement import agreeing, describe, global_rank, require_alike
 from .optim_contents import (
     CompositeOptimizer,
     NumberedState,
@@ -40,10 +40,10 @@ from .optim_contents import (
 )
 from .optim_fit import (
     ONLY_NEW,
-    Cut,
     Entries,
     Fill,
-    fitted,
+    bring,
+    grouped,
     names_of_numbers,
     not_loaded,
     per_element,
@@ -55,99 +55,96 @@ from .sharded_values import cut_of
 from .units import model_units_in, names_before
 
 
-@dataclasses.dataclass(frozen=True)
-class LoadOptions:
-    """How a dict is loaded."""
-
-    optimizer: torch.optim.Optimizer | None  # None: not known
-    from_rank0: bool  # all ranks load rank 0's dict if any of them has None or {}
-    is_named: bool = False  # the optimizer's state is keyed by the model's current names
-    # Groups list saved parameters only, and all or none in a FlatParameter must have state.
-    is_older_call: bool = False
-
-
 def import_optim_state(
     model: nn.Module,
     groups: Sequence[Mapping[str, Any]],
     state_dict: Mapping[str, Any] | None,
-    wanted: LoadOptions,
     where: str,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    from_rank0: bool = False,
+    is_named: bool = False,
 ) -> dict[str, Any]:
     """Return the dict that ``optimizer.load_state_dict`` takes, see ``optim_state_dict_to_load``.
-    groups: of the optimizer. Collective if values are sharded or come ``from_rank0``: one small
-    exchange, after which every rank raises UsageError or CheckpointError if one does; then values
-    that are sharded differently or, if a rank has none, rank 0's, one (group, state) at a time."""
-    optimizer = "the optimizer" if wanted.optimizer is None else type(wanted.optimizer).__name__
-    label = f"the state of {optimizer}"
+    groups: of the optimizer, which may be unknown. is_named: its state is keyed by the model's
+    current names. from_rank0: all ranks load rank 0's dict if any of them has None or {}.
+
+    Collective if values are sharded or come ``from_rank0``: one small exchange, after which every
+    rank raises UsageError or CheckpointError if one does; then values that are sharded differently
+    or, if a rank has none, rank 0's, one (group, state) at a time."""
+    label = "the state of the optimizer"
+    if optimizer is not None:
+        label = f"the state of {type(optimizer).__name__}"
     entries = state_dict.get("state") if isinstance(state_dict, Mapping) else None
     # A rank whose parameters all have other owners sees no sharded value.
-    has_owners = isinstance(wanted.optimizer, CompositeOptimizer)
-    is_local = not (wanted.from_rank0 or has_owners or next(_sharded_in(entries), None))
+    is_composite = isinstance(optimizer, CompositeOptimizer)
+    is_local = not (from_rank0 or is_composite or next(_sharded_in(entries), None))
     call = where.partition("(")[0]
     units, all_groups = begin(model, call, label, copies=True, meet=not is_local)
-    if is_local:
-        if not state_dict:
-            _require_senders([False], False, (), 0, where)
-        own = ownership_of(groups, label, units, model)
-        given = _read(own, state_dict, wanted, names_before(model), where)
-        return _Loading(own, given, None, wanted).result(all_groups)
     first = model_units_in(model)[0]
-    rank0 = Rank0Broadcast(first.mesh, first.device)
-    shared = [each for each in all_groups if _num_ranks(each) == rank0.num_ranks]
-    ownership, plan, problem, facts = None, None, None, ""
-    try:
-        ownership = ownership_of(groups, label, units, model)
-        described = repr(describe(ownership, shared, exact=False))
-        facts = hashlib.sha256(described.encode()).hexdigest()
+    rank0 = None if is_local else Rank0Broadcast(first.mesh, first.device)
+    num_ranks = 1 if rank0 is None else rank0.num_ranks
+    shared = [each for each in all_groups if rank0 is not None and _num_ranks(each) == num_ranks]
+    plan: _Given | None = None
+    exchange = rank0.gather if rank0 is not None else lambda value: [value]
+    with agreeing(exchange, functools.partial(_refused, where)) as agreement:
+        ownership, facts = ownership_of(groups, label, units, model), ""
+        if rank0 is not None:
+            described = repr(describe(ownership, shared, exact=False))
+            facts = hashlib.sha256(described.encode()).hexdigest()
         if not (state_dict is None or (isinstance(state_dict, Mapping) and not state_dict)):
-            plan = _read(ownership, state_dict, wanted, names_before(model), where)
-            if wanted.from_rank0 and rank0.is_here:
+            plan = _read(ownership, state_dict, is_named, names_before(model), where)
+            if from_rank0 and rank0 is not None and rank0.is_here:
                 what = "Rank 0 cannot send a sharded optimizer state dict."
                 fix = "load a sharded dict on every rank, with SHARDED_STATE_DICT set for the model"
                 _refuse_sharded(state_dict["state"], what, where, fix)
-    except Exception as error:  # raised later, after the other ranks have been told
-        problem = error
-    kind = type(problem) if isinstance(problem, FsdpCompatError) else RuntimeUsageError
-    answers = rank0.gather((plan is not None, str(problem or ""), kind, facts))
-    if problem is not None:
-        raise problem
-    assert ownership is not None
-    have, texts, kinds, digests = (list(each) for each in zip(*answers, strict=True))
-    _refuse_together(texts, kinds, where)
+        agreement.own = plan is not None, facts
+    have, digests = zip(*agreement.by_rank, strict=True)
     if not all(have):
-        _require_senders(have, wanted.from_rank0, all_groups, rank0.num_ranks, where)
-    if len({*digests}) > 1:
+        _require_senders(have, from_rank0, all_groups, where)
+    if rank0 is not None and len({*digests}) > 1:
         exact = rank0.gather((global_rank(), describe(ownership, shared, exact=True)))
         require_alike(ownership, shared, dict(exact), where, unmanaged=not all(have))
     sender = None if all(have) else rank0
     if sender is not None:
         told = sender.send_object(plan and plan.outline(ownership), "the optimizer state dict")
-        plan = plan if rank0.is_here else told
+        plan = plan if sender.is_here else told
     assert plan is not None
-    return _Loading(ownership, plan, sender, wanted).result(all_groups)
+    cut = per_element(ownership, plan.entries, ownership.where)
+    entries = _with_parts(plan, ownership, sender)
+    states = bring(ownership, entries, cut, all_groups, _DictValues(sender))
+    keys: Mapping[nn.Parameter, Any] = ownership.numbers
+    if is_named and optimizer is not None:  # it expects state of all its parameters
+        keys, own = ownership.names, optimizer.state
+        vacant = (p for p in ownership.numbers if ownership.is_vacant(p) and own.get(p))
+        states |= {p: snapshot(dict(own[p])) for p in vacant}
+    by_key = {keys[p]: states[p] for p in ownership.numbers if p in states}
+    result: dict[str, Any] = NumberedState() if ownership.has_owners else {}
+    result["state"] = by_key | snapshot(dict(plan.user_states))
+    if plan.groups is not None:
+        settings = [its for its, _ in settings_for(ownership, plan.groups, ownership.where)]
+        result["param_groups"] = grouped(ownership.groups, settings, keys)
+    return result
 
 
 def _num_ranks(group: Group) -> int:
     return group.shard.ranks * group.replica.ranks
 
 
-def _refuse_together(
-    texts: Sequence[str], kinds: Sequence[type[FsdpCompatError]], where: str
-) -> None:
-    """Raise on every rank if any rank refuses its dict. texts, kinds: of its error, by rank."""
-    for rank, (text, kind) in enumerate(zip(texts, kinds, strict=True)):
-        if text:
-            raise kind.of(
-                "Another rank refused the optimizer state dict.",
-                expected="a dict that fits on every rank",
-                got=f"on rank {rank} of {len(texts)}: {text}",
-                where=where,
-                fix="see the error on that rank",
-            )
+def _refused(where: str, rank: int, count: int, kind: str, text: str) -> FsdpCompatError:
+    """Return the error for a dict that another rank refused."""
+    of_kind: type[FsdpCompatError] = vars(errors).get(kind, RuntimeUsageError)
+    return of_kind.of(
+        "Another rank refused the optimizer state dict.",
+        expected="a dict that fits on every rank",
+        got=f"on rank {rank} of {count}: {text}",
+        where=where,
+        fix="see the error on that rank",
+    )
 
 
 def _require_senders(
-    have: Sequence[bool], from_rank0: bool, groups: Iterable[Group], num_ranks: int, where: str
+    have: Sequence[bool], from_rank0: bool, groups: Iterable[Group], where: str
 ) -> None:
     """Raise UsageError unless rank 0 can send its dict. have: by rank, or of this one alone."""
     missing = [rank for rank, has in enumerate(have) if not has]
@@ -163,10 +160,10 @@ def _require_senders(
             "FullOptimStateDictConfig(rank0_only=True) for the model",
         )
     for group in groups:  # the parameters of other ranks would differ
-        if _num_ranks(group) != num_ranks:
+        if _num_ranks(group) != len(have):
             raise UsageError.of(
                 "Units that are sharded over different ranks cannot be loaded from one rank.",
-                expected=f"all units sharded over the same {num_ranks} ranks",
+                expected=f"all units sharded over the same {len(have)} ranks",
                 got=f"{_num_ranks(group)} ranks",
                 where=f"{where}, {group.name}",
                 fix="load the optimizer state dict on every rank, without rank0_only=True",
@@ -185,28 +182,14 @@ class _Given:
     groups: Sequence[Mapping[str, Any]] | None  # parameter groups, their params by name
     user_states: Mapping[str, Any]  # states that belong to no parameter
 
-    def whole_names(self, ownership: ParamOwnership) -> list[str]:
-        """Return the names of parameters that ranks step whole, here or elsewhere."""
-        own = {name for _, name in ownership.owned}
-        return [n for n in self.entries if n in own or ownership.is_stepped_elsewhere(n)]
-
-    def cut(self, ownership: ParamOwnership) -> Cut:
-        """Return the states that are cut. Raises CheckpointError for one that does not fit."""
-        whole = {*self.whole_names(ownership)}
-        managed = {
-            name: entry
-            for name, entry in self.entries.items()
-            if ownership.held[ownership.by_name[name][0]].group is not None and name not in whole
-        }
-        return per_element(ownership, managed, ownership.where)
-
     def outline(self, ownership: ParamOwnership) -> _Given:
         """Return a copy without the values that are sent one group at a time, or one parameter."""
-        cut, whole = self.cut(ownership), {*self.whole_names(ownership)}
+        cut = per_element(ownership, self.entries, ownership.where)
         entries = {
             name: {
                 key: outline_of(value) if (name, key) in cut else value
-                for key, value in (entry.items() if name not in whole else ())
+                for key, value in entry.items()
+                if not ownership.is_stepped_whole(name)
             }
             for name, entry in self.entries.items()
         }
@@ -218,7 +201,7 @@ class _Given:
 def _read(
     ownership: ParamOwnership,
     state_dict: Any,
-    wanted: LoadOptions,
+    is_named: bool,
     order: Sequence[str],
     where: str,
 ) -> _Given:
@@ -239,7 +222,7 @@ def _read(
     user_states = {
         key: entry
         for key, entry in state.items()
-        if (wanted.is_named or key in users) and ownership.is_user_key(key)
+        if (is_named or key in users) and ownership.is_user_key(key)
     }
     entries: dict[str, Any] = {}  # of several names of a tied parameter, the first counts
     for key in [key for key in state if key not in user_states]:
@@ -250,9 +233,7 @@ def _read(
     ]
     if new and groups and entries and global_rank() == 0:
         text = f"{where}: no state for {joined(new, 4, ', ')}: not in the saved optimizer."
-        warnings.warn(text, stacklevel=5)
-    if wanted.is_older_call:
-        _refuse_uncounted(ownership, entries, where)
+        warnings.warn(text, stacklevel=4)
     rank_local: dict[str, list[RankState]] = {}
     for name, entry in entries.items():
         if states := [value for value in entry.values() if isinstance(value, RankState)]:
@@ -263,9 +244,8 @@ def _read(
     what = "GatheredOptimizer cannot load a sharded state."
     fix = "load its own state_dict(), or save with FULL_STATE_DICT or fsdp_compat.checkpoint"
     _refuse_sharded(owned, what, ownership.where, fix)
-    given = _Given(entries, rank_local, groups, user_states)
-    given.cut(ownership)  # raises
-    return given
+    per_element(ownership, entries, ownership.where)  # raises
+    return _Given(entries, rank_local, groups, user_states)
 
 
 def _refuse_unknown(ownership: ParamOwnership, named: Mapping[str, Any]) -> None:
@@ -274,33 +254,12 @@ def _refuse_unknown(ownership: ParamOwnership, named: Mapping[str, Any]) -> None
     if unknown:
         raise CheckpointError.of(
             "The optimizer state belongs to another model.",
-            expected="names of the model's parameters, such as "
-            f"{next(iter(ownership.by_name), 'none')!r}",
+            expected=f"names of its parameters, such as {next(iter(ownership.by_name), 'none')!r}",
             got=f"{len(unknown)} unknown name(s), such as {unknown[0]!r}",
             where="the 'state' of the optimizer state dict",
-            fix="load the optimizer state that optim_state_dict returned for this model, keyed "
-            "by parameter names; for state that belongs to no parameter, pass "
-            "is_named_optimizer=True",
+            fix="load what optim_state_dict returned for this model; for state that belongs to no "
+            "parameter, pass is_named_optimizer=True",
         )
-
-
-def _refuse_uncounted(
-    ownership: ParamOwnership, entries: Mapping[str, Mapping[Any, Any]], where: str
-) -> None:
-    """Raise CheckpointError if a count would be wrong for some of a FlatParameter."""
-    for param in ownership.numbers:
-        names = ownership.names_in(param)
-        missing = [name for name in names if name not in entries]
-        values = [value for name in names for value in entries.get(name, {}).values()]
-        others = [v for v in values if v is not None and not isinstance(v, RankState)]
-        if missing and not all(isinstance(v, torch.Tensor) and v.dim() for v in others):
-            raise ValueCheckpointError.of(
-                "A parameter of a FlatParameter has no optimizer state.",
-                expected=f"state of all {len(names)} parameters in it, or of none of them",
-                got=f"none of {len(missing)}, such as {missing[0]!r}",
-                where=where,
-                fix="use optim_state_dict_to_load, which counts all of them alike",
-            )
 
 
 def _sharded_in(state: object) -> Iterator[tuple[Any, Any, Any]]:
@@ -322,103 +281,49 @@ def _refuse_sharded(state: Mapping[Any, Any], what: str, where: str, fix: str) -
         )
 
 
-# -- cutting it
+# -- bringing it
+
+
+def _with_parts(
+    plan: _Given, ownership: ParamOwnership, sender: Rank0Broadcast | None
+) -> dict[str, Mapping[Any, Any]]:
+    """Return the entries with this rank's part of rank-local states, and, with a ``sender``, the
+    states of whole parameters that it owns. Collective then: one parameter at a time."""
+    entries = dict(plan.entries)
+    own = {name for _, name in ownership.owned}
+    for name in filter(ownership.is_stepped_whole, plan.entries if sender is not None else ()):
+        assert sender is not None
+        entry = sender.send_object(entries.pop(name), f"the state of {name}")
+        entries |= {name: entry} if name in own else {}
+    for name, states in plan.rank_local.items():
+        group = ownership.held[ownership.by_name[name][0]].group
+        assert group is not None
+        if sender is not None:
+            states = sender.send_object(states, f"the state of {name}")
+        entries[name] = {**entries[name], **restored(group, states)}
+    return entries
 
 
 @dataclasses.dataclass(frozen=True)
-class _Loading:
-    """Carries out a plan, in the same order on all ranks."""
+class _DictValues:
+    """The values of a dict that every rank has, or that rank 0 sends."""
 
-    ownership: ParamOwnership
-    plan: _Given
-    sender: Rank0Broadcast | None  # None if every rank has the values itself
-    wanted: LoadOptions
+    sender: Rank0Broadcast | None
 
-    def result(self, groups: Iterable[Group]) -> dict[str, Any]:
-        """Return what ``optimizer.load_state_dict`` takes. groups: of the model."""
-        ownership, plan, named = self.ownership, self.plan, self.wanted.optimizer
-        state: dict[nn.Parameter, dict[Any, Any]] = {}
-        cut, whole = plan.cut(ownership), plan.whole_names(ownership)
-        for group in groups:
-            found = self._of_group(group, cut, {*whole}).items()
-            state.update((p, entry) for p, entry in found if p in ownership.numbers)
-        owned = {name: parameter for parameter, name in ownership.owned}
-        for name in whole:
-            entry = plan.entries[name]
-            if self.sender is not None:
-                entry = self.sender.send_object(entry, f"the state of {name}")
-            if name in owned:
-                state[owned[name]] = snapshot(dict(entry))
-        for parameter, name in ownership.unmanaged:
-            if name in plan.entries:
-                state[parameter] = snapshot(dict(plan.entries[name]))
-        vacant = {p for p in ownership.numbers if ownership.is_vacant(p)}
-        keys: Mapping[nn.Parameter, Any] = ownership.numbers
-        if named is None or not self.wanted.is_named:
-            state = {p: entry for p, entry in state.items() if p not in vacant}
-        else:  # it expects state of all its parameters
-            keys = ownership.names
-            state.update({p: snapshot(dict(named.state[p])) for p in vacant if named.state.get(p)})
-        by_key = {keys[p]: state[p] for p in ownership.numbers if p in state}
-        result: dict[str, Any] = NumberedState() if ownership.has_owners else {}
-        result["state"] = by_key | snapshot(dict(plan.user_states))
-        if plan.groups is not None:
-            result["param_groups"] = self._groups(plan.groups, keys)
-        return result
+    def tensor_for(self, param: nn.Parameter, key: Any, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros_like(param.detach(), dtype=dtype, memory_format=torch.contiguous_format)
 
-    def _of_group(
-        self, group: Group, cut: Cut, whole: Collection[str]
-    ) -> dict[nn.Parameter, dict[Any, Any]]:
-        """Return the states of a group's sharded parameters, cut to their shapes."""
-        plan, states = self.plan, dict[nn.Parameter, dict[Any, Any]]()
-        fills: dict[Any, list[tuple[nn.Parameter, Fill]]] = {}  # by key, which is sent at once
-        for param in self.ownership.in_group(group):
-            names = self.ownership.held[param].names
-            entries = {i: plan.entries[n] for i, n in names if n in plan.entries and n not in whole}
-            if not entries:
-                continue
-            entry, its_fills = fitted(self.ownership, param, entries, cut, _zeros)
-            filled = {fill.key for fill in its_fills}
-            states[param] = {
-                key: value if key in filled else snapshot(value) for key, value in entry.items()
-            }
-            for fill in its_fills:
-                if fill.value is not None:
-                    fills.setdefault(fill.key, []).append((param, fill))
-        for of_key in fills.values():
-            self._fill(group, of_key)
-        for param, entry in states.items():
-            own = [name for name in self.ownership.names_in(param) if name in plan.rank_local]
-            of_all_ranks = [each for name in own for each in plan.rank_local[name]]
-            if own and self.sender is not None:
-                of_all_ranks = self.sender.send_object(of_all_ranks, f"the state of {own[0]}")
-            entry.update(restored(group, of_all_ranks))
-        return states
+    def uncut(self, param: nn.Parameter, key: Any, value: Any) -> Any:
+        return snapshot(value)
 
-    def _fill(self, group: Group, fills: Sequence[tuple[nn.Parameter, Fill]]) -> None:
-        """Bring one state of a group's parameters to its places."""
-        values = [fill.value for _, fill in fills]
+    def fill(self, group: Group, fills: Sequence[Fill]) -> None:
+        """Collective if rank 0 sends, or if values are sharded differently."""
+        fills = [fill for fill in fills if fill.value is not None]
+        values = [fill.value for fill in fills]
         if self.sender is not None:
-            values = self.sender.send(values, f"the state {fills[0][1].key!r} of {group.name}")
-        for (param, fill), value in zip(fills, values, strict=True):
-            fill.target.copy_(_own_elements(value, param, group, fill.index).reshape(-1))
-
-    def _groups(
-        self, saved: Sequence[Mapping[str, Any]], keys: Mapping[nn.Parameter, Any]
-    ) -> list[dict[str, Any]]:
-        """Return the optimizer's groups with the settings of saved groups of its parameters."""
-        known = {name for group in saved for name in group["params"]}
-        groups, ownership = [], self.ownership
-        matches = settings_for(ownership, saved, ownership.where)
-        for group, (settings, _) in zip(ownership.groups, matches, strict=True):
-            listed = [p for p in group["params"] if known & {*ownership.names_in(p)}]
-            listed = listed if self.wanted.is_older_call else group["params"]
-            groups.append({**group, **(settings or {}), "params": [keys[p] for p in listed]})
-        return groups
-
-
-def _zeros(param: nn.Parameter, key: Any, dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros_like(param.detach(), dtype=dtype, memory_format=torch.contiguous_format)
+            values = self.sender.send(values, f"the state {fills[0].key!r} of {group.name}")
+        for fill, value in zip(fills, values, strict=True):
+            fill.target.copy_(_own_elements(value, fill.param, group, fill.index).reshape(-1))
 
 
 def _own_elements(value: Any, param: Any, group: Group, index: int) -> torch.Tensor:

@@ -223,10 +223,9 @@ def _not_own(
         got=got,
         where=f"{type(optimizer).__name__}.load_state_dict"
         + (f", global rank {dist.get_rank()}" if dist.is_initialized() else ""),
-        fix="save FSDP.optim_state_dict(model, optimizer), and load what optim_state_dict_to_load "
-        "makes of it, or use fsdp_compat.checkpoint: any number of ranks can load them. To load "
-        "what optimizer.state_dict() returned, save it on every rank, and load this rank's file in "
-        "an equal layout",
+        fix="save FSDP.optim_state_dict(model, optimizer) and load it by optim_state_dict_to_load, "
+        "or use fsdp_compat.checkpoint: any number of ranks can load them. What "
+        "optimizer.state_dict() returned loads on the rank that saved it, in an equal layout",
     )
 
 

@@ -19,6 +19,7 @@ from .._engine.group import Group
 from .._engine.state_store import store_of
 from ..errors import CheckpointError
 from .loaded_values import materialised, shape_of
+from .optim_agreement import gathered_along
 from .sharded_values import dtype_of
 
 
@@ -47,8 +48,7 @@ class Rank0Broadcast:
 
     def gather(self, value: object) -> list[Any]:
         """Return every rank's small ``value``, rank 0's first. Collective."""
-        rows = self._replica.gather_objects(self._shard.gather_objects(value))
-        return [its for row in rows for its in row]
+        return gathered_along((self._shard, self._replica), value)
 
     def tell(self, value: object) -> Any:
         """Return rank 0's ``value``, which is small. Collective."""

@@ -175,8 +175,7 @@ def check_layout(ownership: ParamOwnership, states: Mapping[str, Sequence[RankSt
                 got=str(now or part_of(contents, 0) or "a parameter that no unit manages"),
                 where=f"optim_state_dict_to_load, state {state.own_key!r} of {name!r}",
                 fix="load with the number of ranks, strategy, wrapping and use_orig_params that "
-                "it was saved with, or remove such states from the dict if the optimizer can do "
-                "without them",
+                "it was saved with, or without such states, if the optimizer can do without them",
             )
 
 
@@ -186,4 +185,4 @@ def restored(group: Group, states: Iterable[RankState]) -> dict[Any, Any]:
     own = group.shard.members[group.shard.rank]
     mine = [state for state in states if state.part.rank == group.shard.rank]
     mine.sort(key=lambda state: state.holder == own)
-    return {state.key: snapshot(state.value) for state in mine}
+    return {state.key: state.value for state in mine}

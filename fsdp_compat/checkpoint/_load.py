@@ -326,7 +326,7 @@ class _LoadPlan:
         left = {*self.report.missing, *self.report.mismatched}
         self._of_optimizer: OptimizerLoadPlan | None = None
         if optimizer is not None:
-            plan = OptimizerLoadPlan(source, model, optimizer, held.groups, taken, left, strict)
+            plan = OptimizerLoadPlan(source, model, optimizer, taken, left, strict)
             self._of_optimizer = plan
             self.report.settings_kept = plan.settings_kept
             self.report.state_kept = [] if strict else plan.state_kept

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from ... import _torch_private
-from ..._archive.archive import StoredTensor
+from ..._archive.archive import is_per_element, whole_box
+from ..._engine.group import Group
 from ..._state.optim_contents import (
     CompositeOptimizer,
     NumberedState,
-    ParamOwnership,
     inner_optimizers,
     is_count,
     ownership_of,
@@ -22,7 +22,8 @@ from ..._state.optim_contents import (
 from ..._state.optim_fit import (
     ONLY_NEW,
     Fill,
-    fitted,
+    bring,
+    grouped,
     names_of_numbers,
     not_loaded,
     per_element,
@@ -31,7 +32,7 @@ from ..._state.optim_fit import (
 from ..._state.units import names_before, units_of
 from ..._text import joined
 from ...errors import CheckpointError
-from .._live.model import HeldPart, NamedGroup, of_whole
+from .._live.model import HeldPart, of_whole
 from .._live.optimizers import classes_of
 from .source import Source
 
@@ -44,64 +45,68 @@ class OptimizerLoadPlan:
         source: Source,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        groups: Sequence[NamedGroup],
         taken: Sequence[HeldPart],
         left: set[str],
         strict: bool,
     ) -> None:
         """taken: parts that are loaded; left: names of all others. Raises CheckpointError."""
-        self._source, self._optimizer = source, optimizer
+        self._source, self._optimizer, self._left = source, optimizer, left
         self.settings_kept: dict[int, str] = {}  # groups that keep their settings, and why
+        units, path = units_of(model), str(source.path)
         where = f"the state of {type(optimizer).__name__}"
-        owned = ownership_of(optimizer.param_groups, where, units_of(model), model)
-        self._names = {p: tuple(owned.held[p].all_names.values()) for p in owned.numbers}
-        self._params = [p for group in optimizer.param_groups for p in group["params"]]
+        self._owned = ownership_of(optimizer.param_groups, where, units, model)
         self._settings: list[dict[str, Any]] = [{} for _ in optimizer.param_groups]
-        self._state: dict[torch.Tensor, dict[Any, Any]] = {}  # by parameter of the optimizer
-        self._kept: set[torch.Tensor] = set()  # parameters whose state is left as it is
-        self._left = left
+        self._state: dict[nn.Parameter, dict[Any, Any]] = {}  # by parameter of the optimizer
+        self._kept: set[nn.Parameter] = set()  # parameters whose state is left as it is
+        self._parts: dict[str, HeldPart] = {}  # what this rank loads of parameters, by name
+        self._users: dict[str, Any] = {}  # states that belong to no parameter
         if source.archive.is_by_number:
             numbered = source.archive.param_groups or ()
-            names = names_of_numbers(numbered, owned, names_before(model), str(source.path))
+            names = names_of_numbers(numbered, self._owned, names_before(model), path)
             source.number_optimizer([[names[n] for n in group["params"]] for group in numbered])
-        self._users: dict[str, Any] = {}  # states that belong to no parameter
         saved = source.param_groups()
-        kept = _why_kept(saved, source.archive.optimizer_classes, optimizer)
-        if kept and strict:
-            raise CheckpointError.of(
-                f"The checkpoint holds {kept}.",
-                expected=f"the state of {classes_of(optimizer)[0]}",
-                got=kept,
-                where=str(source.path),
-                fix="build the optimizer that was saved; or pass optimizer=None to load the model "
-                "alone, or strict=False to checkpoint.load(path, ...) to keep the optimizer's own",
-            )
-        if kept:
-            self._kept.update(self._params)
+        if kept := _why_kept(saved, source.archive.optimizer_classes, optimizer):
+            if strict:
+                raise CheckpointError.of(
+                    f"The checkpoint holds {kept}.",
+                    expected=f"the state of {classes_of(optimizer)[0]}",
+                    got=kept,
+                    where=path,
+                    fix="build the optimizer that was saved; or pass optimizer=None to load the "
+                    "model alone, or strict=False to keep the optimizer's own state",
+                )
+            self._kept.update(self._owned.numbers)
             why = f"the checkpoint holds {kept}"
             self.settings_kept.update(dict.fromkeys(range(len(optimizer.param_groups)), why))
-        else:
-            source.archive.left_out += [
-                f"the state of {name}, {which}"
-                for name, which in not_loaded(owned, saved or [], source.with_state())
-                if not (which is ONLY_NEW and name in left)
-            ]
-            self._plan_settings(owned, saved or [], strict)
-            self._plan_states(owned, taken)
-            self._users = source.user_states()
+            return
+        source.archive.left_out += [
+            f"the state of {name}, {which}"
+            for name, which in not_loaded(self._owned, saved or [], source.with_state())
+            if not (which is ONLY_NEW and name in left)
+        ]
+        for number, (match, differences) in enumerate(
+            settings_for(self._owned, saved or [], path, strict)
+        ):
+            if match is not None and not differences:
+                self._settings[number] = match
+            elif differences or optimizer.param_groups[number]["params"]:
+                why = differences or "none of its parameters was saved with settings"
+                self.settings_kept[number] = why
+        groups = [group for named in units for group in named.unit.groups]
+        self._plan_states(taken, groups)
+        self._users = source.user_states()
 
     @property
     def state_kept(self) -> list[str]:
         """The names of the parameters whose state is not loaded."""
-        named = ((each, names[0]) for each in self._params for names in self._names[each])
-        return [name for each, name in named if each in self._kept or name in self._left]
+        named = ((p, name) for p in self._owned.numbers for name in self._owned.names_in(p))
+        return [name for p, name in named if p in self._kept or name in self._left]
 
     def apply(self) -> None:
         """Load the states that were read, and the settings."""
-        optimizer = self._optimizer
-        numbers = {parameter: number for number, parameter in enumerate(self._params)}
+        optimizer, numbers = self._optimizer, self._owned.numbers
         states: dict[Any, Any] = optimizer.state
-        kept = {p: states[p] for p in self._params if p in self._kept and p in states}
+        kept = {p: states[p] for p in numbers if p in self._kept and p in states}
         users = {k: v for k, v in states.items() if not isinstance(k, torch.Tensor)} | self._users
         state = {
             parameter: {key: _as_state(key, value, parameter) for key, value in values.items()}
@@ -110,10 +115,7 @@ class OptimizerLoadPlan:
         optimizer.load_state_dict(
             NumberedState(
                 state={numbers[p]: dict(values) for p, values in state.items()},
-                param_groups=[
-                    {**group, **settings, "params": [numbers[p] for p in group["params"]]}
-                    for group, settings in zip(optimizer.param_groups, self._settings, strict=True)
-                ],
+                param_groups=grouped(optimizer.param_groups, self._settings, numbers),
             )
         )
         # load_state_dict casts tensors to the dtype of their parameter, and mangles texts.
@@ -127,79 +129,37 @@ class OptimizerLoadPlan:
         for key, values in (*kept.items(), *users.items()):
             optimizer.state[key] = values
 
-    # -- planning
-
-    def _plan_settings(
-        self, owned: ParamOwnership, saved: Sequence[Mapping[str, Any]], strict: bool
-    ) -> None:
-        """Take the settings that parameters were saved with. Raises as ``settings_for`` does."""
-        where = str(self._source.path)
-        for number, (match, differences) in enumerate(settings_for(owned, saved, where, strict)):
-            if differences:
-                self.settings_kept[number] = differences
-            elif match is not None:
-                self._settings[number] = match
-            elif self._optimizer.param_groups[number]["params"]:
-                self.settings_kept[number] = "none of its parameters was saved with settings"
-
-    def _plan_states(self, owned: ParamOwnership, taken: Sequence[HeldPart]) -> None:
-        by_place = {(id(held.place[0].group), held.place[1]): held for held in taken if held.place}
-        parts: dict[nn.Parameter, dict[int, HeldPart]] = {}  # of each, by index in its group
+    def _plan_states(self, taken: Sequence[HeldPart], groups: Sequence[Group]) -> None:
+        source, owned, parts = self._source, self._owned, self._parts
+        managed = {held.names[0]: held for held in taken if held.place is not None}
         for param in owned.numbers:
             contents = owned.held[param]
-            if contents.group is None:
-                found = {i: of_whole(its, param.detach()) for i, its in contents.all_names.items()}
-                inside = {i: held for i, held in found.items() if held.names[0] not in self._left}
-            else:
-                places = {index: (id(contents.group), index) for index in contents.all_names}
-                inside = {index: by_place[at] for index, at in places.items() if at in by_place}
+            inside = dict[str, HeldPart]()
+            for names in contents.all_names.values():
+                if contents.group is not None and names[0] in managed:
+                    inside[names[0]] = managed[names[0]]
+                elif contents.group is None and names[0] not in self._left:
+                    inside[names[0]] = of_whole(names, param.detach())
             if contents.all_names and not inside:
                 self._kept.add(param)
             elif not owned.is_vacant(param):
-                parts[param] = inside
-        entries = {
-            param: {index: self._source.state_of(held) for index, held in inside.items()}
-            for param, inside in parts.items()
-        }
-        sharded, cut = dict[str, Mapping[Any, Any]](), set[tuple[str, Any]]()
-        for param, inside in parts.items():
-            for index, held in inside.items():
-                name, entry = held.names[0], entries[param][index]
-                if held.place is not None:
-                    sharded[name] = entry
-                else:
-                    cut |= {(name, k) for k, v in entry.items() if _has_shape(v, held.shape)}
-        cut |= per_element(owned, sharded, str(self._source.path))
-        for param, inside in parts.items():
-            state, fills = fitted(owned, param, entries[param], cut, self._tensor_for)
-            self._plan_state(param, inside, state, fills)
+                parts |= inside
+        entries = {name: source.state_of(held) for name, held in parts.items()}
+        cut = per_element(owned, entries, str(source.path))
+        for name, held in parts.items():
+            entries[name] = {**entries[name], **source.rank_local_states(held)}
+        for param, found in bring(owned, entries, cut, groups, self).items():
+            present: dict[Any, Any] = self._optimizer.state.get(param) or {}
+            if not parts.keys() >= {*owned.names_in(param)}:
+                found = {**present, **found}  # the rest of a FlatParameter keeps its own
+            if found:
+                keys = dict.fromkeys([*present, *found])  # in the optimizer's order
+                self._state[param] = {key: found[key] for key in keys if key in found}
 
-    def _plan_state(
-        self,
-        param: nn.Parameter,
-        inside: Mapping[int, HeldPart],
-        state: Mapping[Any, Any],
-        fills: Sequence[Fill],
-    ) -> None:
-        """Plan to read the state of a parameter, of whose parts those ``inside`` are loaded."""
-        source, filled = self._source, {fill.key for fill in fills}
-        for fill in fills:
-            if fill.value is None:
-                source.plan_zeros(fill.target)
-            else:
-                source.plan(fill.value, inside[fill.index].boxes(fill.target))
-        found = {k: v if k in filled else source.planned(v) for k, v in state.items()}
-        for held in inside.values():
-            found |= source.planned(source.rank_local_states(held))
-        present: dict[Any, Any] = self._optimizer.state.get(param) or {}
-        if len(inside) < len(self._names[param]):  # the rest of a FlatParameter keeps its own
-            found = {**present, **found}
-        if found:
-            keys = dict.fromkeys([*present, *found])  # in the optimizer's order
-            self._state[param] = {key: found[key] for key in keys if key in found}
+    # -- how values are brought: they are read later
 
-    def _tensor_for(self, param: torch.Tensor, key: Any, dtype: torch.dtype) -> torch.Tensor:
-        """Return the tensor to read a state into: the optimizer's own if it fits, or a new one."""
+    def tensor_for(self, param: nn.Parameter, key: Any, dtype: torch.dtype) -> torch.Tensor:
+        """Return the optimizer's own state if it fits, or a new one."""
         own: Any = (self._optimizer.state.get(param) or {}).get(key)
         kind = torch.Tensor if _torch_private.is_plain(param) else type(param.data)
         if type(own) is kind and own.dtype == dtype and own.device == param.device:
@@ -209,9 +169,20 @@ class OptimizerLoadPlan:
         format = torch.contiguous_format  # until it is loaded: its rows are read as they are saved
         return torch.zeros_like(param.detach(), dtype=dtype, memory_format=format)
 
+    def fill(self, group: Group, fills: Sequence[Fill]) -> None:
+        for fill in fills:
+            if fill.value is None:
+                self._source.plan_zeros(fill.target)
+            else:
+                self._source.plan(fill.value, self._parts[fill.name].boxes(fill.target))
 
-def _has_shape(value: Any, shape: tuple[int, ...]) -> bool:
-    return isinstance(value, StoredTensor) and value.shape == shape
+    def uncut(self, param: nn.Parameter, key: Any, value: Any) -> Any:
+        shape = tuple(param.shape)
+        if is_per_element(key, value, shape) and self._owned.held[param].group is None:
+            target = self.tensor_for(param, key, value.dtype)
+            self._source.plan(value, [(whole_box(shape), _torch_private.local_part(target))])
+            return target
+        return self._source.planned(value)
 
 
 def _why_kept(

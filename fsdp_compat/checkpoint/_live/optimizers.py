@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +13,7 @@ from ..._comm.mesh import Axis, named
 from ..._engine.group import Group
 from ..._state.optim_agreement import OptimizerFacts, describe, global_rank, require_alike
 from ..._state.optim_contents import ParamOwnership, inner_optimizers, ownership_of
+from ..._state.optim_fit import differing_settings
 from ..._state.units import units_of
 from ..._text import joined
 from ...errors import RuntimeUsageError, UsageError
@@ -45,9 +44,8 @@ class SharedOptimizer:
 
     def facts(self, exact: bool = False) -> list[Any] | None:
         """Return the facts to compare, as JSON values; None without an optimizer."""
-        if self._ownership is None:
-            return None
-        return list(dataclasses.astuple(describe(self._ownership, self._groups, exact=exact)))
+        own = self._ownership
+        return None if own is None else list(describe(own, self._groups, exact=exact))
 
     def require_alike(self, all_facts: Sequence[list[Any] | None]) -> None:
         """Raise UsageError, on all ranks, unless all facts, in rank order, match. Collective."""
@@ -99,7 +97,7 @@ def joined_param_groups(by_rank: Sequence[Any], call: str) -> list[Any]:
                 _require_same(found[number], group, rank, call)
             if known:
                 number = known[0]
-            elif rank and position < len(found) and not _differences(found[position], group):
+            elif rank and position < len(found) and not _differing(found[position], group, rank):
                 number = position
             else:
                 number = len(found)
@@ -110,21 +108,14 @@ def joined_param_groups(by_rank: Sequence[Any], call: str) -> list[Any]:
     return found
 
 
-def _differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """Return the names of the settings, encoded, that differ."""
-    ours, theirs = one["settings"], other["settings"]
-    keys = dict.fromkeys([*ours, *theirs])
-    return [key for key in keys if json.dumps(ours.get(key)) != json.dumps(theirs.get(key))]
+def _differing(one: dict[str, Any], other: dict[str, Any], rank: int) -> list[str]:
+    whose = [f"on rank {rank}", "on a rank before it"]
+    return differing_settings([other["settings"], one["settings"]], whose)
 
 
 def _require_same(one: dict[str, Any], other: dict[str, Any], rank: int, call: str) -> None:
     """Raise UsageError if groups of the same parameters have different settings."""
-    if keys := _differences(one, other):
-        ours, theirs = one["settings"], other["settings"]
-        different = [
-            f"{key}={theirs.get(key)} on rank {rank}, {ours.get(key)} on a rank before it"
-            for key in keys
-        ]
+    if different := _differing(one, other, rank):
         shared = next(name for name in other["params"] if name in one["params"])
         raise UsageError.of(
             "The optimizers of the ranks have different settings; a checkpoint holds one value of "
