@@ -218,10 +218,15 @@ def is_user(state: dict[Any, Any]) -> bool:
     return state.keys() == {None}
 
 
+def is_count(key: Any, shape: tuple[int, ...]) -> bool:
+    """True for a 0-d parameter's step count, which only its name tells from other states."""
+    return shape == () and key == "step"
+
+
 def is_per_element(key: Any, value: Any, shape: tuple[int, ...]) -> bool:
-    """Return whether a state has one element per element of its parameter. Counts look alike."""
+    """Return whether a state has one element per element of its parameter."""
     is_alike = isinstance(value, StoredTensor) and value.shape == shape
-    return is_alike and (bool(shape) or key != "step")
+    return is_alike and not is_count(key, shape)
 
 
 # -- making stored tensors

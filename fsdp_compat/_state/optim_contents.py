@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import _torch_private
+from .._archive.archive import is_count
 from .._engine import rendezvous
 from .._engine.group import Group
 from .._engine.state_store import store_of
@@ -412,11 +413,6 @@ def of_tensors(state: Mapping[Any, Any], like: Mapping[Any, Any]) -> dict[Any, A
 
 def _is_wrapper(value: object) -> bool:
     return isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__")
-
-
-def is_count(key: Any, shape: tuple[int, ...]) -> bool:
-    """True for a 0-d parameter's step count, which only its name tells from other states."""
-    return shape == () and key == "step"
 
 
 def snapshot(value: Any, to_cpu: bool = False) -> Any:

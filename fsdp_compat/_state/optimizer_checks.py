@@ -25,12 +25,12 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import _torch_private
+from .._archive.archive import is_count
 from .._engine.runtime import live_runtimes
 from .._engine.state_store import StateStore
 from ..errors import CheckpointError, StateError, UsageError, ValueCheckpointError
 from .elementwise import warn_of_parts
 from .loaded_values import is_sharded, misfit
-from .optim_contents import is_count
 from .summon import shown_stores
 
 

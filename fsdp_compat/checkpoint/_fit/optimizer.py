@@ -10,13 +10,12 @@ import torch
 from torch import nn
 
 from ... import _torch_private
-from ..._archive.archive import is_per_element, whole_box
+from ..._archive.archive import is_count, is_per_element, whole_box
 from ..._engine.group import Group
 from ..._state.optim_contents import (
     CompositeOptimizer,
     NumberedState,
     inner_optimizers,
-    is_count,
     ownership_of,
 )
 from ..._state.optim_fit import (
