@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from ... import _torch_private
-from ..._archive.archive import is_count, is_per_element, whole_box
+from ..._archive.archive import is_count, is_per_element
 from ..._engine.group import Group
+from ..._layout.box import Box
 from ..._state.optim_contents import (
     CompositeOptimizer,
     NumberedState,
@@ -179,7 +180,7 @@ class OptimizerLoadPlan:
         shape = tuple(param.shape)
         if is_per_element(key, value, shape) and self._owned.held[param].group is None:
             target = self.tensor_for(param, key, value.dtype)
-            self._source.plan(value, [(whole_box(shape), _torch_private.local_part(target))])
+            self._source.plan(value, [(Box.of_whole(shape), _torch_private.local_part(target))])
             return target
         return self._source.planned(value)
 
