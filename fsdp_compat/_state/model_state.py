@@ -15,26 +15,22 @@ from torch import nn
 
 from .. import _torch_private
 from .._engine import rendezvous
-from .._engine.dtypes import tensors_in
 from .._engine.group import Group
 from .._engine.state_store import StateStore, store_of
 from .._engine.unit import Unit
 from ..api import StateDictType
 from ..errors import UsageError, wrong_type
+from .held import StandIn, exact_buffers_of, saves_in_own_way, stand_ins, units_with_say
 from .loaded_values import is_sharded, read_part
-from .own_ways import StandIn, exact_buffers_of, saves_in_own_way, stand_ins, units_with_say
 from .sharded_values import LocalPart, copied, cut_of, flat_cut, mesh_sharded_value, sharded_value
 from .summon import Options, full_unit
 from .units import (
-    CHECKPOINT_WRAPPED_MODULE,
     FSDP_WRAPPED_MODULE,
     ModelUnit,
     Wanted,
     clean_name,
-    default_form,
     everything,
     in_form,
-    managed_names,
     model_units_in,
     named_sections,
     names_in_order,
@@ -192,36 +188,6 @@ def _of_wholes(
                 place = value.data_ptr(), value.shape, value.stride(), value.dtype
                 value = copies[place] = copies[place] if place in copies else copied(value, to_cpu)
         yield name, value
-
-
-def sharded_keys(wrapper: nn.Module, unit: Unit) -> set[str]:
-    """The keys of the unit's parameters in sharded form, none while summoned; with and without
-    activation checkpointing's wrapper, which only some of them contain."""
-    if unit.summoned:
-        return set()
-    keys = {slot.key for slot in slots_in(wrapper) if slot.unit is unit}
-    return keys | {clean_name(key, [CHECKPOINT_WRAPPED_MODULE]) for key in keys}
-
-
-def unmanaged_state(model: nn.Module) -> dict[str, Any]:
-    """Return what modules save beside the parameters of units, by clean name. Sends nothing."""
-    managed = managed_names(model)
-    with beside_units(model) as state:
-        named = [(clean_name(name), value) for name, value in state.items()]
-    return {n: v for n, v in named if n not in managed and not isinstance(v, StandIn)}
-
-
-@contextlib.contextmanager
-def beside_units(model: nn.Module) -> Iterator[dict[str, Any]]:
-    """A context with what modules save, and stand-ins for what they make of parameters of units."""
-    units, form = model_units_in(model), default_form(StateDictType.LOCAL_STATE_DICT)
-    with stand_ins(each.unit for each in units), in_form(units, form):
-        state = model.state_dict()
-        for name, value in state.items():
-            inside = () if isinstance(value, torch.Tensor) else tensors_in(value)
-            if any(isinstance(tensor, StandIn) for tensor in inside):
-                raise ValueError(f"{name!r} holds values of parameters in a {type(value).__name__}")
-        yield state
 
 
 # -- what is sent

@@ -29,12 +29,13 @@ from .. import _torch_private
 from .._comm.backend import gather_in_group
 from .._comm.host_memory import of_its_own_size
 from .._engine.group import Group
-from .._engine.state_store import StateStore, store_of
+from .._engine.state_store import store_of
 from .._engine.tensor_parallel import TensorParallel
 from .._layout.box import Box, Piece, Share
 from .._layout.rows import CopiedLayout
 from .._layout.spec import FlatLayout, ParamSpec, Section
 from ..errors import CheckpointError
+from .held import piece_of
 from .units import clean_name
 
 if typing.TYPE_CHECKING:  # imported where they are used: that takes a second
@@ -64,20 +65,6 @@ class Place:
 
     whole_shape: tuple[int, ...]
     origin: tuple[int, ...]  # offsets of the first element
-
-
-def piece_of(store: StateStore, index: int) -> Piece:
-    """Return what a layout holds of a parameter: all of it, or this process's part of a DTensor;
-    where fully_shard cuts another dim than the first, this rank's part."""
-    section, parallel = store.section_of(index), store.parallel[index]
-    shape = section.layout.params[index - section.first_param].shape
-    whole_shape, offsets = store.local_shape(index), (0,) * len(shape)
-    if parallel is not None:
-        whole_shape, mesh, placements = parallel.shape, parallel.mesh, parallel.placements
-        offsets = _torch_private.offsets_on_mesh(whole_shape, mesh, placements)
-    if section.offsets is not None:
-        offsets = tuple(map(operator.add, offsets, section.offsets))
-    return Piece(whole_shape, offsets, shape)
 
 
 @dataclasses.dataclass(frozen=True)

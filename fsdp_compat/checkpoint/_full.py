@@ -13,17 +13,17 @@ import torch
 from torch import nn
 
 from .._engine import rendezvous
+from .._state.held import exact_buffers_of
 from .._state.model_state import gathered_unit
-from .._state.own_ways import exact_buffers_of
 from .._state.units import (
+    ModelUnit,
     Wanted,
-    below,
-    clean_name,
     model_unit_of,
     model_units_in,
     names_in_order,
     owners_in,
     require_idle,
+    units_of,
     unmanaged_in,
     wanted_by,
 )
@@ -72,25 +72,24 @@ def _full_state(
     model: nn.Module, wanted: Wanted, device: torch.device | None, dtype: torch.dtype | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """See ``iter_full_state_dict``; names are clean. Collective, as far as it is consumed."""
-    units = model_units_in(model)
+    units = units_of(model, once=False)
     require_idle(model, _WHERE)
-    rendezvous.require_all_ranks(_WHERE, (group for each in units for group in each.unit.groups))
+    groups = [
+        group for own in dict.fromkeys(each.own for each in units) for group in own.unit.groups
+    ]
+    rendezvous.require_all_ranks(_WHERE, groups)
     position = {name: number for number, name in enumerate(names_in_order(model, ""))}
-    owners, prefixes = owners_in(model), dict[nn.Module, list[str]]()
-    for path, child in model.named_modules(remove_duplicate=False):
-        if owners[path] is child:
-            prefixes.setdefault(child, []).append(below("", clean_name(path)))
-    others = _others(model, owners, wanted)
-    for owner in prefixes:
+    others = _others(model, wanted)
+    for own in dict.fromkeys((model_unit_of(model), *(each.own for each in units))):
         found: list[tuple[list[str], Callable[[], torch.Tensor]]] = [
             (names, functools.partial(tensor.to, device or tensor.device, copy=True))
-            for names, tensor in others[owner].values()
+            for names, tensor in others[own].values()
         ]
-        own = model_unit_of(owner)
         if own is not None:
             own.runtime.require_idle(_WHERE)
             own.runtime.reshard_all([own.unit])
-            found += gathered_unit(own.unit, prefixes[owner], wanted, device)
+            prefixes = dict.fromkeys(each.prefix for each in units if each.own is own)
+            found += gathered_unit(own.unit, [*prefixes], wanted, device)
         found.sort(key=lambda entry: position.get(entry[0][0], len(position)), reverse=True)
         while found:  # drop each tensor once it has been yielded
             names, make = found.pop()
@@ -104,16 +103,16 @@ def _full_state(
 
 
 def _others(
-    model: nn.Module, owners: Mapping[str, nn.Module], wanted: Wanted
-) -> Mapping[nn.Module, dict[int, tuple[list[str], torch.Tensor]]]:
-    """Return (wanted names, tensor) of what no unit shards, by the owner of its module."""
-    found = collections.defaultdict[nn.Module, Any](dict)
+    model: nn.Module, wanted: Wanted
+) -> Mapping[ModelUnit | None, dict[int, tuple[list[str], torch.Tensor]]]:
+    """Return (wanted names, tensor) of what no unit shards, by the unit around its module."""
+    found, owners = collections.defaultdict[Any, Any](dict), owners_in(model)
     with contextlib.ExitStack() as stack:
         for own in model_units_in(model):
             stack.enter_context(exact_buffers_of(own.unit))
         for slot in unmanaged_in(model):
             value, trains = slot.value, isinstance(slot.value, nn.Parameter)
             if value is not None and wanted(slot.name, trains and value.requires_grad):
-                its = found[owners[slot.key.rpartition(".")[0]]]
+                its = found[model_unit_of(owners[slot.key.rpartition(".")[0]])]
                 its.setdefault(id(value), ([], value.detach()))[0].append(slot.name)
     return found

@@ -18,11 +18,13 @@ from .._archive.blocks import BLOCK_NBYTES, sync_directory
 from .._archive.reader import boxes_of
 from .._layout.box import Box
 from .._progress import progress_bar
+from .._state.held import held_state
+from .._state.units import units_of
 from ..errors import CheckpointError, UsageError
 from ._arguments import Rename, renamed, require_arguments
 from ._folder.publishing import OwnedDirectory, hidden_beside, make_fresh, remove_leftovers
 from ._formats.safetensors_files import INDEX, ONE_FILE, images_of, write_index
-from ._live.model import held_state
+from ._live.model import named_groups
 from ._ranks.ranks import ranks_of, require_rest
 
 
@@ -139,7 +141,16 @@ class _WeightFiles:
         self._path = path
         self.hidden = path  # the directory that the files are in until they get their names
         self._owned: OwnedDirectory | None = None  # on the first rank
-        parts = held_state(model, is_first).parts
+        parts, _ = held_state(model)
+        named = [each for each in named_groups(units_of(model)) if each.is_written_here]
+        params = {(each.group, number) for each in named for number in each.params}
+        # Every rank may hold the one element of a 0-d parameter.
+        self._written = {
+            held.names[0]
+            for held in parts
+            if (is_first if held.group is None else (held.group, held.number) in params)
+            and (held.rank == 0 or held.part != held.layout.part(held.index, 0))
+        }
         names = renamed([held.names[0] for held in parts], rename, call)
         self._parts = {held.names[0]: held for held in parts if held.names[0] in names}
         described = {
@@ -177,7 +188,7 @@ class _WeightFiles:
 
     def write(self, shown: bool) -> int:
         """Write this rank's bytes, durably; return their number."""
-        own = {name: held for name, held in self._parts.items() if held.is_written_here}
+        own = {name: held for name, held in self._parts.items() if name in self._written}
         total = sum(held.values.nbytes for held in own.values())
         with progress_bar(shown, "save weights", total) as tick:
 

@@ -433,7 +433,8 @@ def _own_ways(folder: Path) -> None:
             dcp.save({"model": states}, checkpoint_id=path / "dcp")
             states = get_model_state_dict(saved, options=StateDictOptions(full_state_dict=True))
             if dist.get_rank() == 0:
-                torch.save(states, path / "whole.pt")
+                prefix = "module." if Recorder.kind == "list" else ""  # of DistributedDataParallel
+                torch.save({prefix + n: value for n, value in states.items()}, path / "whole.pt")
             dist.barrier()
             for each in (native, path / "dcp", path / "whole.pt", path / "model.safetensors"):
                 if Recorder.kind == "nothing" and each.name == "dcp":

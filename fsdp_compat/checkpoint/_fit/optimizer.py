@@ -11,6 +11,7 @@ from torch import nn
 
 from ... import _torch_private
 from ..._archive.archive import StoredTensor
+from ..._state.held import HeldPart, of_whole
 from ..._state.optim_contents import (
     CompositeOptimizer,
     NumberedState,
@@ -31,7 +32,6 @@ from ..._state.optim_fit import (
 from ..._state.units import names_before, units_of
 from ..._text import joined
 from ...errors import CheckpointError
-from .._live.model import HeldPart, NamedGroup, of_whole
 from .._live.optimizers import classes_of
 from .source import Source
 
@@ -44,7 +44,6 @@ class OptimizerLoadPlan:
         source: Source,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        groups: Sequence[NamedGroup],
         taken: Sequence[HeldPart],
         left: set[str],
         strict: bool,
@@ -143,7 +142,7 @@ class OptimizerLoadPlan:
                 self.settings_kept[number] = "none of its parameters was saved with settings"
 
     def _plan_states(self, owned: ParamOwnership, taken: Sequence[HeldPart]) -> None:
-        by_place = {(id(held.place[0].group), held.place[1]): held for held in taken if held.place}
+        by_place = {(id(held.group), held.number): held for held in taken if held.group}
         parts: dict[nn.Parameter, dict[int, HeldPart]] = {}  # of each, by index in its group
         for param in owned.numbers:
             contents = owned.held[param]
@@ -165,7 +164,7 @@ class OptimizerLoadPlan:
         for param, inside in parts.items():
             for index, held in inside.items():
                 name, entry = held.names[0], entries[param][index]
-                if held.place is not None:
+                if held.group is not None:
                     sharded[name] = entry
                 else:
                     cut |= {(name, k) for k, v in entry.items() if _has_shape(v, held.shape)}

@@ -15,11 +15,10 @@ from ..._comm.mesh import Axis, named
 from ..._engine.group import Group
 from ..._state.optim_agreement import OptimizerFacts, describe, global_rank, require_alike
 from ..._state.optim_contents import ParamOwnership, inner_optimizers, ownership_of
-from ..._state.units import units_of
+from ..._state.units import tensor_parallel_axes, units_of
 from ..._text import joined
 from ...errors import RuntimeUsageError, UsageError
 from .._ranks.ranks import Ranks
-from .model import tensor_parallel_axes
 
 
 class SharedOptimizer:

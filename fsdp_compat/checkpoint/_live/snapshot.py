@@ -19,7 +19,7 @@ from torch import nn
 from ... import _torch_private
 from ..._archive.walk import LEFT_OUT
 from ..._engine.state_store import store_of
-from ..._state.model_state import unmanaged_state
+from ..._state.held import unmanaged_state
 from ..._state.optim_contents import HeldStates, Kinds, StateKind, classify_all, ownership_of
 from ..._state.optimizer_checks import cut_state
 from ..._state.rank_local import warn_of_layout
