@@ -231,25 +231,21 @@ class HeldPart(Share):
             start += box.numel
 
 
-def piece_of(store: StateStore, index: int) -> Piece:
-    """Return what a layout holds of a parameter: all of it, or this process's part of a DTensor;
-    where fully_shard cuts another dim than the first, this rank's part."""
+def share_of(group: Group, index: int) -> Share:
+    """Return what this rank holds of a parameter of a unit: of all of it, or of this process's part
+    of a DTensor; where fully_shard cuts another dim than the first, this rank has its own part."""
+    store = store_of(group)
     section, parallel = store.section_of(index), store.parallel[index]
-    shape = section.layout.params[index - section.first_param].shape
+    number = index - section.first_param
+    shape = section.layout.params[number].shape
     whole_shape, offsets = store.local_shape(index), (0,) * len(shape)
     if parallel is not None:
         whole_shape, mesh, placements = parallel.shape, parallel.mesh, parallel.placements
         offsets = _torch_private.offsets_on_mesh(whole_shape, mesh, placements)
     if section.offsets is not None:
         offsets = tuple(map(operator.add, offsets, section.offsets))
-    return Piece(whole_shape, offsets, shape)
-
-
-def share_of(group: Group, index: int) -> Share:
-    """Return what this rank holds of a parameter of a unit."""
-    store = store_of(group)
-    section, number = store.section_of(index), index - store.section_of(index).first_param
-    return Share(piece_of(store, index), section.layout, number, section.rank(store.rank))
+    piece = Piece(whole_shape, offsets, shape)
+    return Share(piece, section.layout, number, section.rank(store.rank))
 
 
 def held_params(group: Group, section: Section, prefix: str) -> Iterator[HeldPart]:

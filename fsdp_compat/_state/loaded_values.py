@@ -10,10 +10,9 @@ import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from .. import _torch_private
-from .._layout.box import Share
 from .._layout.spec import FlatLayout
 from ..errors import CheckpointError
-from .sharded_values import BoxedTensor, Cut, FlatOfParameters, dtype_of, gathered
+from .sharded_values import BoxedTensor, Cut, FlatOfParameters, gathered
 
 
 def is_local(value: torch.Tensor, layout: FlatLayout) -> bool:
@@ -141,6 +140,14 @@ def _rank_of_part(value: Any, rank: int) -> int:
     return rank if is_same else int(mesh.mesh[tuple(pickled)])
 
 
+def dtype_of(value: Any) -> torch.dtype:
+    """Return its dtype, without torch's warning for a ShardedTensor."""
+    if isinstance(value, ShardedTensor) and not isinstance(value, BoxedTensor):
+        return value.metadata().tensor_properties.dtype
+    dtype: torch.dtype = value.dtype
+    return dtype
+
+
 def same_shape(saved: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     """True if values of one shape load into a tensor of the other; old files have (1,) for 0-d."""
     return saved == shape or (saved, shape) == ((1,), ())
@@ -170,13 +177,6 @@ def read_part(value: Any, cut: Cut) -> torch.Tensor:
         value = parallel.part(value)
     result: torch.Tensor = value.detach().reshape(-1)[part.slice]
     return result
-
-
-def is_readable(value: object, cut: Share) -> bool:
-    """False for shards of a tensor-parallel parameter, unless it has the same placement here."""
-    if not isinstance(value, BoxedTensor) or value.cut.piece.is_whole:
-        return True
-    return value.cut.piece == cut.piece
 
 
 def whole_value(value: Any, name: str) -> Any:

@@ -36,8 +36,8 @@ from .held import (
     with_versions,
 )
 from .loaded_values import (
+    dtype_of,
     is_local,
-    is_readable,
     is_sharded,
     is_tensor,
     materialised,
@@ -49,7 +49,7 @@ from .loaded_values import (
     whole_value,
 )
 from .rank0 import Outline, Rank0Broadcast, Rank0Value, outline_of, received
-from .sharded_values import BoxedTensor, cut_of, dtype_of, flat_cut
+from .sharded_values import BoxedTensor, cut_of, flat_cut
 from .summon import Options, full_unit
 from .units import (
     CHECKPOINT_WRAPPED_MODULE,
@@ -349,7 +349,8 @@ def _wrong_param(takes_parts: bool, held: HeldPart, key: str, value: Any) -> str
     if is_part and wrong:
         advice = "to load that, set StateDictType.LOCAL_STATE_DICT"
         return f"{wrong}, which would be this rank's part: {advice}"
-    if not (wrong or is_readable(value, held)):
+    piece = value.cut.piece if isinstance(value, BoxedTensor) else held.piece
+    if not (wrong or piece.is_whole or piece == held.piece):
         return (
             f"{key}: shards of a tensor-parallel parameter can only be loaded in memory by a model "
             "that splits it in the same way. Load them through torch.distributed.checkpoint, or "

@@ -3,12 +3,13 @@ tensor types; it does not gather by itself."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ from .._engine.group import Group
 from .._engine.state_store import StateStore, store_of
 from .._engine.unit import Unit
 from ..api import StateDictType
-from ..errors import UsageError, wrong_type
+from ..errors import UsageError, require_module, wrong_type
 from .held import StandIn, exact_buffers_of, saves_in_own_way, stand_ins, units_with_say
 from .loaded_values import is_sharded, read_part
 from .sharded_values import LocalPart, copied, cut_of, flat_cut, mesh_sharded_value, sharded_value
@@ -31,14 +32,18 @@ from .units import (
     clean_name,
     everything,
     in_form,
+    model_unit_of,
     model_units_in,
     named_sections,
     names_in_order,
     names_of,
     owners_in,
     registered_unit,
+    require_idle,
     shows_originals,
     slots_in,
+    units_of,
+    unmanaged_in,
     wanted_by,
 )
 
@@ -293,17 +298,6 @@ def full_entries(own: ModelUnit, prefix: str) -> Iterator[tuple[str, torch.Tenso
         del value
 
 
-def gathered_unit(
-    unit: Unit, prefixes: Sequence[str], wanted: Wanted, device: torch.device | None
-) -> list[tuple[list[str], Callable[[], torch.Tensor]]]:
-    """Return (names, function that returns a copy on ``device``, or where the unit computes) for
-    what is wanted, with all groups gathered. Collective, and so are the functions for DTensors."""
-    return [
-        (names, functools.partial(gathered.copy, index, device or unit.options.device))
-        for names, gathered, index in _gathered(unit.groups, prefixes, wanted)
-    ]
-
-
 def _sharded_entries(own: ModelUnit, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, value with this rank's part): boxes; with a mesh DTensors. Collective then."""
     config: Any = own.form.state_dict_config
@@ -370,3 +364,100 @@ _ENTRIES: dict[StateDictType, Callable[[ModelUnit, str], Iterator[tuple[str, tor
     StateDictType.SHARDED_STATE_DICT: _sharded_entries,
     StateDictType.LOCAL_STATE_DICT: _local_entries,
 }
+
+
+# -- whole tensors, one unit at a time: for any file format, and for models too large to hold twice
+
+_ITERATES = "iter_full_state_dict"
+
+
+def iter_full_state_dict(
+    model: nn.Module,
+    *,
+    filter: Callable[[str], bool] | Literal["trainable"] | None = None,
+    device: torch.device | str | None = "cpu",
+    dtype: torch.dtype | None = None,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the name and the whole tensor of each parameter and persistent buffer of a model.
+
+    The names are those before wrapping. Outer units come first; within a unit, the model's order. A
+    tied parameter is yielded under each of its names in turn, with the same tensor. Tensors are
+    copies that the caller owns. A rank holds one unsharded unit and the last yielded tensor. Extra
+    state is left out: it is not a tensor.
+
+    Collective: all ranks of the model iterate in step, to the end or until they all stop at the
+    same name.
+
+    Args:
+        model: a sharded module, of either front end, or one that contains some.
+        filter: what to yield and gather: a function of a name, or "trainable" for parameters that
+            require grad.
+        device: of the tensors; None: where each unit computes.
+        dtype: of the floating-point tensors; None: as stored.
+
+    Returns:
+        An iterator over (name, tensor)."""
+    require_module(model, _ITERATES)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise wrong_type("dtype", "a floating-point dtype, or None", dtype, _ITERATES)
+    try:
+        device = None if device is None else torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise wrong_type(
+            "device", "a torch.device, its name, or None", device, _ITERATES
+        ) from error
+    return _full_state(model, wanted_by(filter, _ITERATES), device, dtype)
+
+
+def _full_state(
+    model: nn.Module, wanted: Wanted, device: torch.device | None, dtype: torch.dtype | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """See ``iter_full_state_dict``; names are clean. Collective, as far as it is consumed."""
+    units = units_of(model, once=False)
+    require_idle(model, _ITERATES)
+    groups = [
+        group for own in dict.fromkeys(each.own for each in units) for group in own.unit.groups
+    ]
+    rendezvous.require_all_ranks(_ITERATES, groups)
+    position = {name: number for number, name in enumerate(names_in_order(model, ""))}
+    others = _others(model, wanted)
+    for own in dict.fromkeys((model_unit_of(model), *(each.own for each in units))):
+        found: list[tuple[list[str], Callable[[], torch.Tensor]]] = [
+            (names, functools.partial(tensor.to, device or tensor.device, copy=True))
+            for names, tensor in others[own].values()
+        ]
+        if own is not None:
+            own.runtime.require_idle(_ITERATES)
+            own.runtime.reshard_all([own.unit])
+            prefixes = dict.fromkeys(each.prefix for each in units if each.own is own)
+            place = device or own.unit.options.device
+            found += [
+                (names, functools.partial(gathered.copy, index, place))
+                for names, gathered, index in _gathered(own.unit.groups, [*prefixes], wanted)
+            ]
+        found.sort(key=lambda entry: position.get(entry[0][0], len(position)), reverse=True)
+        while found:  # drop each tensor once it has been yielded
+            names, make = found.pop()
+            value = make()
+            del make
+            if dtype is not None and value.is_floating_point():
+                value = value.to(dtype)
+            for name in names:
+                yield name, value
+            del value
+
+
+def _others(
+    model: nn.Module, wanted: Wanted
+) -> Mapping[ModelUnit | None, dict[int, tuple[list[str], torch.Tensor]]]:
+    """Return (wanted names, tensor) of what no unit shards, by the unit around its module."""
+    found, owners = collections.defaultdict[Any, Any](dict), owners_in(model)
+    with contextlib.ExitStack() as stack:
+        for own in model_units_in(model):
+            stack.enter_context(exact_buffers_of(own.unit))
+        for slot in unmanaged_in(model):
+            value, trains = slot.value, isinstance(slot.value, nn.Parameter)
+            if value is not None and wanted(slot.name, trains and value.requires_grad):
+                its = found[model_unit_of(owners[slot.key.rpartition(".")[0]])]
+                its.setdefault(id(value), ([], value.detach()))[0].append(slot.name)
+    return found

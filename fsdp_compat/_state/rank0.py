@@ -18,8 +18,7 @@ from .._comm.mesh import Mesh
 from .._engine.group import Group
 from .._engine.state_store import store_of
 from ..errors import CheckpointError
-from .loaded_values import materialised, shape_of
-from .sharded_values import dtype_of
+from .loaded_values import dtype_of, materialised, shape_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,7 +35,7 @@ from .._layout.box import Box, Piece, Share
 from .._layout.rows import CopiedLayout
 from .._layout.spec import FlatLayout, ParamSpec, Section
 from ..errors import CheckpointError
-from .held import piece_of
+from .held import share_of
 from .units import clean_name
 
 if typing.TYPE_CHECKING:  # imported where they are used: that takes a second
@@ -122,7 +122,7 @@ def cut_of(group: Group, index: int, process_group: Any = None) -> Cut:
     """Return how a parameter of a unit is cut. process_group: for values to be saved."""
     store, members = store_of(group), group.shard.members
     layout, number = store.cut(index)
-    piece, parallel = piece_of(store, index), store.parallel[index]
+    piece, parallel = share_of(group, index).piece, store.parallel[index]
     return Cut(piece, layout, number, store.rank, members, parallel, process_group)
 
 
@@ -380,18 +380,11 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return _torch_private.tensor_without_storage(BoxedTensor, shape, dtype, device)
 
 
-def dtype_of(value: Any) -> torch.dtype:
-    """Return its dtype, without torch's warning for a ShardedTensor."""
-    if isinstance(value, ShardedTensor) and not isinstance(value, BoxedTensor):
-        return value.metadata().tensor_properties.dtype
-    dtype: torch.dtype = value.dtype
-    return dtype
-
-
 def gathered(value: ShardedTensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Return a whole ShardedTensor, or its tensor-parallel part. Collective in ``group``."""
     metadata, group = value.metadata(), group or value._process_group
     size, origin = tuple(metadata.size), (0,) * len(metadata.size)
+    dtype = metadata.tensor_properties.dtype
     own_shards = [shard.tensor for shard in value.local_shards()]
     if isinstance(value, BoxedTensor):
         size, origin, own_shards = (
@@ -408,9 +401,9 @@ def gathered(value: ShardedTensor, group: dist.ProcessGroup | None = None) -> to
     numels = [[math.prod(shard.shard_sizes) for shard in shards] for shards in by_rank.values()]
     longest = max(1, *map(sum, numels))
     device = own_shards[0].device if own_shards else None
-    tensors = [tensor.detach().reshape(-1).to(dtype_of(value)) for tensor in own_shards]
+    tensors = [tensor.detach().reshape(-1).to(dtype) for tensor in own_shards]
     padding = longest - sum(tensor.numel() for tensor in tensors)
-    own = torch.cat((*tensors, torch.zeros(padding, dtype=dtype_of(value), device=device)))
+    own = torch.cat((*tensors, torch.zeros(padding, dtype=dtype, device=device)))
     whole = own.new_empty(size)
     if own.is_cpu:  # an offloaded value, whose group may be of a device
         own = own.to(_torch_private.default_device_of_backend(group))

@@ -44,8 +44,7 @@ from ._fit.source import Source, open_source
 from ._folder.directory import Run
 from ._folder.newest import newest_of_all, offer_of
 from ._formats.flat_files import Shapes
-from ._live.optimizers import SharedOptimizer
-from ._live.snapshot import warn_of_left_out
+from ._live.optimizers import SharedOptimizer, warn_of_left_out
 from ._ranks.ranks import ranks_of, require_rest
 
 _Extra = TypeVar("_Extra")

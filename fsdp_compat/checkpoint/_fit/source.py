@@ -47,10 +47,12 @@ _SAMPLED_PARTS = 64  # of a tensor without checksums, so that what one step chan
 
 class Source:
     """What a checkpoint holds, by the names of the model, and what this rank reads of it. Reads are
-    collected first; then ``check`` verifies their checksums, and ``read`` carries them out."""
+    collected first; then ``check`` verifies their checksums, and ``read`` carries them out.
 
-    def __init__(self, archive: Archive) -> None:
-        self.archive, self.path = archive, archive.path
+    native: the checkpoint, if it is one: what each rank's file has is read as needed."""
+
+    def __init__(self, archive: Archive, native: NativeCheckpoint | None = None) -> None:
+        self.archive, self.path, self._native = archive, archive.path, native
         self.files = Files(archive.checksums, compares_records=False)
         self.reads: list[Read] = []
         self.values: dict[str, Any] = {}  # StoredTensors and extra state, by the names of the model
@@ -67,16 +69,20 @@ class Source:
         tensors = its.tensors | {name: its.tensors[first] for name, first in its.aliases.items()}
         new_names = renamed([*tensors, *extra_state], rename, call)
         self.values = {new: (extra_state | tensors)[old] for old, new in new_names.items()}
-        all_states = dict.fromkeys([*its.states, *self._state_names()])
-        states = [name for name in all_states if not is_user(its.states.get(name, {}))]
+        states = [n for n in self._state_names() if not is_user(its.states.get(n, {}))]
         self._states = {new: old for old, new in renamed(states, rename, call).items()}
+        with_state = {*states}
         for old, new in new_names.items():
-            if (first := its.aliases.get(old)) in all_states:
+            if (first := its.aliases.get(old)) in with_state:
                 self._states.setdefault(new, first)
 
-    def _state_names(self) -> Iterable[str]:
-        groups = self.archive.param_groups or ()
-        return (name for group in groups for name in group["params"])
+    def _state_names(self) -> Iterator[str]:
+        """Yield the archive's names of parameters with states or settings, and of other states."""
+        yield from self.archive.states
+        if self._native is not None:
+            yield from self._native.head(self._native.manifest.common).other_states
+        for group in self.archive.param_groups or ():
+            yield from group["params"]
 
     # -- what there is
 
@@ -123,12 +129,25 @@ class Source:
                 where=str(self.path),
                 fix="build the optimizer as it was when it was saved, or pass optimizer=None",
             ) from error
-        self._states = {name: name for name in [*self.archive.states, *self._state_names()]}
+        self._states = {name: name for name in self._state_names()}
+
+    def _state_name(self, held: HeldPart) -> str | None:
+        return next((self._states[name] for name in held.names if name in self._states), None)
 
     def state_of(self, held: HeldPart) -> dict[Any, Any]:
         """Return the optimizer state of a parameter, by key."""
-        name = self._state_name(held)
-        return {} if name is None else self._state(name)
+        if (name := self._state_name(held)) is None:
+            return {}
+        native = self._native
+        return self.archive.states.get(name, {}) if native is None else native.state_of(name)
+
+    def rank_local_states(self, held: HeldPart) -> dict[Any, Any]:
+        """Return the states that fit only this rank's part of a parameter."""
+        if self._native is None or (name := self._state_name(held)) is None:
+            return {}
+        share = None if held.group is None else held
+        is_flattened = held.group is not None and store_of(held.group).is_flattened
+        return self._native.rank_local_states(name, share, is_flattened)
 
     def user_states(self) -> dict[str, Any]:
         """Return the states that belong to no parameter."""
@@ -144,24 +163,18 @@ class Source:
         strange = {*self.archive.strange_states}
         return [new for new, old in self._states.items() if old in strange]
 
-    def _state_name(self, held: HeldPart) -> str | None:
-        return next((self._states[name] for name in held.names if name in self._states), None)
-
-    def _state(self, name: str) -> dict[Any, Any]:
-        return self.archive.states.get(name, {})
-
-    def rank_local_states(self, held: HeldPart) -> dict[Any, Any]:
-        """Return the states that fit only this rank's part of a parameter."""
-        return {}
-
     def extra(self, ranks: Ranks) -> Any:
         """Return everything that is neither model nor optimizer: None if there is nothing."""
+        if self._native is not None:
+            manifest = self._native.manifest
+            number = ranks.number if len(manifest.files) == ranks.count else 0
+            return self._native.extra_of(manifest.common if manifest.shares_extra else number)
         values = {key: value for key, value in self.archive.extra.items() if key != EXTRA_STATE}
         return values.get(EXTRA) if values.keys() == {EXTRA} else values or None
 
     def left_out(self) -> list[str]:
         """Return what was not saved, according to what was read so far."""
-        return []
+        return [] if self._native is None else self._native.left_out()
 
     # -- what is read
 
@@ -194,6 +207,8 @@ class Source:
     def copy(self) -> tuple[str, int, int]:
         """Return the name of this rank's copy of the files, of which inode times cannot be copied;
         and the bytes of the zip records to read, and of all."""
+        if self._native is not None:
+            return self._native.manifest.identity, 0, 0
         paths = {piece.path for piece in self._pieces() if piece.path is not None}
         facts = map(os.stat, sorted({self.path, *paths}))
         name = repr([(its.st_ino, its.st_size, its.st_mtime_ns, its.st_ctime_ns) for its in facts])
@@ -217,7 +232,9 @@ class Source:
             self.files.check(self.reads, tick)
             for path, checksum in records:
                 self.files.compare(path, checksum, tick)
-        return self._content() if len(alike) < len(copies) else ""
+        if len(alike) == len(copies):
+            return ""
+        return self._content() if self._native is None else self._native.manifest.identity
 
     def _content(self) -> str:
         """Return a digest of all plain values, and of the checksums or a sample of tensors."""
@@ -226,9 +243,8 @@ class Source:
             value: Any = leaf[1]
             if isinstance(value, StoredTensor):
                 pieces = [*value.pieces]
-                some = pieces[:: -(-len(pieces) // _OPENED_CHUNKS)]
-                if not any(isinstance(piece.place, Chunk) for piece in pieces):
-                    some = pieces
+                are_open = not any(isinstance(piece.place, Chunk) for piece in pieces)
+                some = pieces if are_open else pieces[:: len(pieces) // _OPENED_CHUNKS + 1]
                 found = [getattr(piece.source, "checksum", None) for piece in some]
                 known: Any = [each.crc32 for each in found if each]
                 known = known if all(found) else sample(value, self.files, _SAMPLED_PARTS)
@@ -265,43 +281,6 @@ class Source:
         return "weights" if self.archive.step is None else f"step {self.archive.step}"
 
 
-class NativeSource(Source):
-    """A native checkpoint. Of its files, a rank reads the heads of those that hold its own part."""
-
-    def __init__(self, checkpoint: NativeCheckpoint) -> None:
-        super().__init__(checkpoint.outline())
-        self._checkpoint = checkpoint
-
-    def copy(self) -> tuple[str, int, int]:
-        return self._content(), 0, 0  # there are no zip records
-
-    def _content(self) -> str:
-        return self._checkpoint.manifest.identity
-
-    def _state_names(self) -> Iterable[str]:
-        common = self._checkpoint.head(self._checkpoint.manifest.common)
-        return (*common.other_states, *super()._state_names())
-
-    def _state(self, name: str) -> dict[Any, Any]:
-        return self._checkpoint.state_of(name)
-
-    def rank_local_states(self, held: HeldPart) -> dict[Any, Any]:
-        name = self._state_name(held)
-        if name is None:
-            return {}
-        share = None if held.group is None else held
-        is_flattened = held.group is not None and store_of(held.group).is_flattened
-        return self._checkpoint.rank_local_states(name, share, is_flattened)
-
-    def extra(self, ranks: Ranks) -> Any:
-        manifest = self._checkpoint.manifest
-        number = ranks.number if len(manifest.files) == ranks.count else 0
-        return self._checkpoint.extra_of(manifest.common if manifest.shares_extra else number)
-
-    def left_out(self) -> list[str]:
-        return self._checkpoint.left_out()
-
-
 def _records(sources: Iterable[Any]) -> list[tuple[Path, Checksum]]:
     """Return the zip records of spans, each once, the smallest first."""
     spans = (each for each in sources if isinstance(each, Span))
@@ -320,7 +299,8 @@ def open_source(
     path = path.parent if path.name == MANIFEST else path
     is_native = (path / MANIFEST).exists() or (path / file_name(0)).exists()
     if is_native or not path.exists():  # which raises
-        source: Source = NativeSource(NativeCheckpoint(path))
+        native = NativeCheckpoint(path)
+        source = Source(native.outline(), native)
         source.take_names(rename, call)
         return source
     known = shapes()

@@ -12,7 +12,6 @@ from ..._comm.transport import Transport
 from ..._engine.group import Group
 from ..._engine.state_store import store_of
 from ..._engine.store import ShardedParam
-from ..._layout.box import Share
 from ..._layout.spec import Section
 from ..._state.held import share_of, split_axes
 from ..._state.units import NamedUnit, named_sections, names_of, tensor_parallel_axes
@@ -65,13 +64,9 @@ class NamedGroup:
         """Return all names of a parameter in the model, before wrapping."""
         return tuple(names_of(store_of(self.group).orig_params[index], self.prefix))
 
-    def share(self, index: int) -> Share:
-        """Return what this rank holds of a parameter."""
-        return share_of(self.group, index)
-
     def described(self, axis: int) -> FlatGroup:
         names = tuple(map(self.names, self.params))
-        pieces = tuple(self.share(index).piece for index in self.params)
+        pieces = tuple(share_of(self.group, index).piece for index in self.params)
         dtype, layout = self.group.store.dtype, self.section.layout
         return FlatGroup(self.name, dtype, axis, layout, names, pieces)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -66,6 +67,16 @@ class SharedOptimizer:
                 where=ranks.call,
                 fix="pass the model's optimizer on every rank",
             )
+
+
+def warn_of_left_out(names: Sequence[str], what: str, stacklevel: int) -> None:
+    if names:
+        warnings.warn(
+            f"Optimizer states and settings that only pickle could save {what}: "
+            f"{', '.join(names)}. A checkpoint holds numbers, strings, tensors, and containers of "
+            "these.",
+            stacklevel=stacklevel,
+        )
 
 
 def classes_of(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:

@@ -9,7 +9,6 @@ parameters."""
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,7 +27,7 @@ from ...errors import UsageError
 from .._formats.native import RankFile
 from .._formats.writers import FilePart
 from .model import NamedGroup
-from .optimizers import classes_of
+from .optimizers import classes_of, warn_of_left_out
 from .staging import stage
 from .values import Put, encode, tensor_as_text
 
@@ -176,16 +175,6 @@ def _settings(snapshot: Snapshot, group: Mapping[str, Any], number: int) -> Any:
         is not LEFT_OUT
     }
     return encode(kept, f"parameter group {number}", tensor_as_text)
-
-
-def warn_of_left_out(names: Sequence[str], what: str, stacklevel: int) -> None:
-    if names:
-        warnings.warn(
-            f"Optimizer states and settings that only pickle could save {what}: "
-            f"{', '.join(names)}. A checkpoint holds numbers, strings, tensors, and containers of "
-            "these.",
-            stacklevel=stacklevel,
-        )
 
 
 def _states(
