@@ -83,7 +83,8 @@ def _load_bodies(folder: Path, saved: dict[str, Tensor]) -> None:
         report = checkpoint.load(folder / path / STEP, model, optimizer, strict=False)
         assert len(report.state_kept) == num_kept
         after = state_of(model, optimizer)
-        assert_same(states_in(after), states_in(before))
+        states = [{n: v for n, v in its.items() if "state." in n} for its in (after, before)]
+        assert_same(*states)
         assert torch.equal(after["first.weight"], saved["first.weight"])
     other = sharded("rows", nn.Linear(7, 7))
     for call in (
@@ -94,10 +95,6 @@ def _load_bodies(folder: Path, saved: dict[str, Tensor]) -> None:
         nothing = "Nothing in the checkpoint fits"
         refuses(CheckpointError, partial(call, strict=False), "missing: weight", nothing)
         refuses(UsageError, partial(call, strict="no"), "argument")
-
-
-def states_in(values: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value for name, value in values.items() if name.startswith("state.")}
 
 
 TAKEN = ("first.", "second.", "scale", "state.first.", "state.second.")
