@@ -25,12 +25,10 @@ def is_local(value: torch.Tensor, layout: FlatLayout) -> bool:
     if not isinstance(value, ShardedTensor):
         return bool(_torch_private.is_plain(value) and not value.numel() and not numel)
     shards = _described(value)
-    size = shards[0][1] if shards else 0
-    is_padded_less = -(-numel // flat.ranks) <= size < flat.shard_numel
-    return tuple(value.metadata().size) == (numel,) and (
-        shards == _parts(flat)
-        or (is_padded_less and shards == _parts(dataclasses.replace(flat, shard_numel=size)))
-    )
+    size = shards[0][1] if shards else 1
+    if -(-numel // flat.ranks) <= size < flat.shard_numel:  # padded less
+        flat = dataclasses.replace(flat, shard_numel=size)
+    return tuple(value.metadata().size) == (numel,) and shards == _parts(flat)
 
 
 def read_local(value: Any, cut: Cut) -> torch.Tensor:

@@ -155,7 +155,8 @@ def _finished(
             values[name] = _compact(value)
     if not own.unit.summoned or (own.takes_parts and wholes is not None):
         # In the user's summon_full_params, torch has collected whole parameters.
-        values.update(_ENTRIES[own.form.state_dict_type](own, base))
+        for names, value in _ENTRIES[own.form.state_dict_type](own, base):
+            values.update(dict.fromkeys(names, value))
     if wholes is not None and not own.takes_parts:
         return values
     order = {key: position for position, key in enumerate(names_in_order(wrapper, base))}
@@ -284,22 +285,24 @@ def _gathered(
             del gathered  # or the next group is gathered beside this one
 
 
-def full_entries(own: ModelUnit, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, copy of the whole tensor) of a unit's parameters, under all names of tied ones,
-    one group gathered at a time; stand-ins on ranks that keep none. Collective."""
+# Names of a parameter, tied ones all together, and what the state dict has under each of them.
+_Entries = Iterator[tuple[Sequence[str], torch.Tensor]]
+
+
+def full_entries(own: ModelUnit, prefix: str) -> _Entries:
+    """Yield copies of the whole tensors of a unit's parameters, one group gathered at a time;
+    stand-ins on ranks that keep none. Collective."""
     device = torch.device("cpu") if own.form.state_dict_config.offload_to_cpu else None
     for names, gathered, index in _gathered(own.unit.groups, [prefix], own.wanted):
         # Other ranks of the parameter's own mesh may keep what this one does not.
         value = gathered.copy(index, device) if own.is_kept_here else gathered.whole(index)
         del gathered
-        value = value if own.is_kept_here else StandIn.of(value.shape, value.dtype)
-        for name in names:
-            yield name, value
+        yield names, value if own.is_kept_here else StandIn.of(value.shape, value.dtype)
         del value
 
 
-def _sharded_entries(own: ModelUnit, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, value with this rank's part): boxes; with a mesh DTensors. Collective then."""
+def _sharded_entries(own: ModelUnit, prefix: str) -> _Entries:
+    """Yield values with this rank's part: boxes; with a mesh DTensors. Collective then."""
     config: Any = own.form.state_dict_config
     for group in own.unit.groups:
         if own.device_mesh is None or group.shard.ranks == 1:
@@ -307,30 +310,24 @@ def _sharded_entries(own: ModelUnit, prefix: str) -> Iterator[tuple[str, torch.T
             continue
         for names, gathered, index in _gathered([group], [prefix], own.wanted):
             value: torch.Tensor = mesh_sharded_value(gathered.whole(index), own.device_mesh)
-            value = value.cpu() if config.offload_to_cpu else value
             del gathered
-            for name in names:
-                yield name, value
+            yield names, value.cpu() if config.offload_to_cpu else value
 
 
-def _shard_entries(
-    own: ModelUnit, group: Group, prefix: str, as_views: bool
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _shard_entries(own: ModelUnit, group: Group, prefix: str, as_views: bool) -> _Entries:
     """Yield boxes, as copies; ``as_views``: of the shard, if all of it stays on its device."""
     store, to_cpu = store_of(group), own.form.state_dict_config.offload_to_cpu
     is_view = as_views and not to_cpu and own.wanted is everything
     for index, names in _chosen(store, [prefix], own.wanted).items():
         run = store.local_part(index)
         run = run if is_view else copied(run, to_cpu)
-        value = sharded_value(cut_of(group, index, own.group), run, is_view)
-        for name in names:
-            yield name, value
+        yield names, sharded_value(cut_of(group, index, own.group), run, is_view)
 
 
-def _local_entries(own: ModelUnit, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name of a flat parameter, this rank's shard of it); with use_orig_params=True first
-    views of it under the names of parameters. If one rank holds all, yield whole parameters, as
-    torch does. Shards are copied for the CPU or a filter. Nothing is sent."""
+def _local_entries(own: ModelUnit, prefix: str) -> _Entries:
+    """Yield flat parameters with this rank's shard; with use_orig_params=True first views of it
+    under the names of parameters. If one rank holds all, yield whole parameters, as torch does.
+    Shards are copied for the CPU or a filter. Nothing is sent."""
     to_cpu = own.form.state_dict_config.offload_to_cpu
     for flat_name, group, section in named_sections(own.unit):
         store = store_of(group)
@@ -352,14 +349,12 @@ def _local_entries(own: ModelUnit, prefix: str) -> Iterator[tuple[str, torch.Ten
         if to_cpu or own.wanted is not everything:
             shard = copied(shard, to_cpu)
         for index, names in chosen.items() if shows_originals(own.unit) else ():
-            for name in names:
-                yield name, store.own_part(shard, index).as_subclass(LocalPart)
+            yield names, store.own_part(shard, index).as_subclass(LocalPart)
         cut = flat_cut(group, section, own.group)
-        yield prefix + flat_name, sharded_value(cut, shard[: cut.part.numel])
+        yield [prefix + flat_name], sharded_value(cut, shard[: cut.part.numel])
 
 
-# What gives the entries of a unit's own parameters, given the prefix of their names.
-_ENTRIES: dict[StateDictType, Callable[[ModelUnit, str], Iterator[tuple[str, torch.Tensor]]]] = {
+_ENTRIES: dict[StateDictType, Callable[[ModelUnit, str], _Entries]] = {
     StateDictType.FULL_STATE_DICT: full_entries,
     StateDictType.SHARDED_STATE_DICT: _sharded_entries,
     StateDictType.LOCAL_STATE_DICT: _local_entries,

@@ -383,18 +383,14 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 def gathered(value: ShardedTensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Return a whole ShardedTensor, or its tensor-parallel part. Collective in ``group``."""
     metadata, group = value.metadata(), group or value._process_group
-    size, origin = tuple(metadata.size), (0,) * len(metadata.size)
     dtype = metadata.tensor_properties.dtype
-    own_shards = [shard.tensor for shard in value.local_shards()]
     if isinstance(value, BoxedTensor):
-        size, origin, own_shards = (
-            value.cut.piece.shape,
-            value.cut.piece.offsets,
-            [value.elements()],
-        )
-    by_rank: Mapping[int, list[ShardMetadata]] = {
-        rank: [] for rank in dist.get_process_group_ranks(group)
-    }
+        part, own_shards = value.cut.piece, [value.elements()]
+    else:
+        part = Piece.of_whole(tuple(metadata.size))
+        own_shards = [shard.tensor for shard in value.local_shards()]
+    ranks = dist.get_process_group_ranks(group)
+    by_rank: Mapping[int, list[ShardMetadata]] = {rank: [] for rank in ranks}
     for shard in metadata.shards_metadata:
         placement: Any = shard.placement
         by_rank[placement.rank()].append(shard)
@@ -404,16 +400,16 @@ def gathered(value: ShardedTensor, group: dist.ProcessGroup | None = None) -> to
     tensors = [tensor.detach().reshape(-1).to(dtype) for tensor in own_shards]
     padding = longest - sum(tensor.numel() for tensor in tensors)
     own = torch.cat((*tensors, torch.zeros(padding, dtype=dtype, device=device)))
-    whole = own.new_empty(size)
+    whole = own.new_empty(part.shape)
     if own.is_cpu:  # an offloaded value, whose group may be of a device
         own = own.to(_torch_private.default_device_of_backend(group))
     pieces = gather_in_group(group, own).split(longest)
     for piece, shards, its_numels in zip(pieces, by_rank.values(), numels, strict=True):
         for shard, run in zip(shards, piece[: sum(its_numels)].split(its_numels), strict=True):
-            sizes = tuple(shard.shard_sizes)
-            box = zip(shard.shard_offsets, origin, sizes, strict=True)
-            place = tuple(slice(at - first, at - first + length) for at, first, length in box)
-            whole[place] = run.view(sizes)
+            box = Box(tuple(shard.shard_offsets), tuple(shard.shard_sizes))
+            starts = box.moved([-at for at in part.offsets]).offsets
+            place = tuple(map(slice, starts, map(operator.add, starts, box.sizes)))
+            whole[place] = run.view(box.sizes)
     return whole
 
 
