@@ -37,7 +37,7 @@ from .units import (
     names_before,
     names_of,
     owners_in,
-    units_of,
+    prefixes_in,
     unmanaged_in,
 )
 
@@ -248,11 +248,12 @@ def share_of(group: Group, index: int) -> Share:
     return Share(piece, section.layout, number, section.rank(store.rank))
 
 
-def held_params(group: Group, section: Section, prefix: str) -> Iterator[HeldPart]:
+def held_params(group: Group, section: Section, prefixes: Sequence[str]) -> Iterator[HeldPart]:
     """Yield this rank's part of every parameter of a section; it may be empty."""
     store = store_of(group)
     for index in section.params:
-        share, names = share_of(group, index), names_of(store.orig_params[index], prefix)
+        share, param = share_of(group, index), store.orig_params[index]
+        names = dict.fromkeys(name for prefix in prefixes for name in names_of(param, prefix))
         yield HeldPart(
             *(share.piece, share.layout, share.index, share.rank),
             *(tuple(names), store.dtype, store.local_part(index)),
@@ -295,10 +296,10 @@ def held_state(model: nn.Module) -> tuple[list[HeldPart], dict[str, Any]]:
     shards: ``unmanaged_state``. Collective for DTensors beside units. Raises UsageError for partial
     DTensors."""
     parts = list[HeldPart]()
-    for named in units_of(model):
-        for _, group, section in named_sections(named.unit):
-            split_axes(named, group, section)  # which raises
-            parts += held_params(group, section, named.prefix)
+    for own, prefixes in prefixes_in(model).items():
+        for _, group, section in named_sections(own.unit):
+            split_axes(NamedUnit(own, prefixes[0]), group, section)  # which raises
+            parts += held_params(group, section, prefixes)
     unmanaged = unmanaged_state(model)
     ties: dict[tuple[object, ...], tuple[list[str], torch.Tensor]] = {}
     for name, value in unmanaged.items():

@@ -298,7 +298,7 @@ class _UnitFit(Fit):
         """prefix: of the unit's keys in ``entries``."""
         self = _UnitFit()
         for flat_name, group, section in named_sections(own.unit):
-            parts, flat = [*held_params(group, section, prefix)], prefix + flat_name
+            parts, flat = [*held_params(group, section, [prefix])], prefix + flat_name
             names = (flat, *(name for held in parts for name in held.names))
             self.keys += [name for name in names if name in entries]
             if flat in entries:

@@ -38,11 +38,11 @@ from .units import (
     names_in_order,
     names_of,
     owners_in,
+    prefixes_in,
     registered_unit,
     require_idle,
     shows_originals,
     slots_in,
-    units_of,
     unmanaged_in,
     wanted_by,
 )
@@ -363,7 +363,7 @@ _ENTRIES: dict[StateDictType, Callable[[ModelUnit, str], _Entries]] = {
 
 # -- whole tensors, one unit at a time: for any file format, and for models too large to hold twice
 
-_ITERATES = "iter_full_state_dict"
+_ITER = "iter_full_state_dict"
 
 
 def iter_full_state_dict(
@@ -392,43 +392,37 @@ def iter_full_state_dict(
 
     Returns:
         An iterator over (name, tensor)."""
-    require_module(model, _ITERATES)
+    require_module(model, _ITER)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise wrong_type("dtype", "a floating-point dtype, or None", dtype, _ITERATES)
+        raise wrong_type("dtype", "a floating-point dtype, or None", dtype, _ITER)
     try:
         device = None if device is None else torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise wrong_type(
-            "device", "a torch.device, its name, or None", device, _ITERATES
-        ) from error
-    return _full_state(model, wanted_by(filter, _ITERATES), device, dtype)
+        raise wrong_type("device", "a torch.device, its name, or None", device, _ITER) from error
+    return _full_state(model, wanted_by(filter, _ITER), device, dtype)
 
 
 def _full_state(
     model: nn.Module, wanted: Wanted, device: torch.device | None, dtype: torch.dtype | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """See ``iter_full_state_dict``; names are clean. Collective, as far as it is consumed."""
-    units = units_of(model, once=False)
-    require_idle(model, _ITERATES)
-    groups = [
-        group for own in dict.fromkeys(each.own for each in units) for group in own.unit.groups
-    ]
-    rendezvous.require_all_ranks(_ITERATES, groups)
+    units = prefixes_in(model)
+    require_idle(model, _ITER)
+    rendezvous.require_all_ranks(_ITER, (group for own in units for group in own.unit.groups))
     position = {name: number for number, name in enumerate(names_in_order(model, ""))}
     others = _others(model, wanted)
-    for own in dict.fromkeys((model_unit_of(model), *(each.own for each in units))):
+    for own in dict.fromkeys((model_unit_of(model), *units)):
         found: list[tuple[list[str], Callable[[], torch.Tensor]]] = [
             (names, functools.partial(tensor.to, device or tensor.device, copy=True))
             for names, tensor in others[own].values()
         ]
         if own is not None:
-            own.runtime.require_idle(_ITERATES)
+            own.runtime.require_idle(_ITER)
             own.runtime.reshard_all([own.unit])
-            prefixes = dict.fromkeys(each.prefix for each in units if each.own is own)
             place = device or own.unit.options.device
             found += [
                 (names, functools.partial(gathered.copy, index, place))
-                for names, gathered, index in _gathered(own.unit.groups, [*prefixes], wanted)
+                for names, gathered, index in _gathered(own.unit.groups, units[own], wanted)
             ]
         found.sort(key=lambda entry: position.get(entry[0][0], len(position)), reverse=True)
         while found:  # drop each tensor once it has been yielded

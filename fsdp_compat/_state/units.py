@@ -229,6 +229,14 @@ def units_of(model: nn.Module, once: bool = True) -> list[NamedUnit]:
     return found
 
 
+def prefixes_in(model: nn.Module) -> dict[ModelUnit, list[str]]:
+    """Return the units with all prefixes of their names: a module may have several."""
+    found: dict[ModelUnit, dict[str, None]] = {}
+    for named in units_of(model, once=False):
+        found.setdefault(named.own, {})[named.prefix] = None
+    return {own: [*prefixes] for own, prefixes in found.items()}
+
+
 def managed_names(model: nn.Module, but: Collection[Unit | None] = ()) -> set[str]:
     """Return the clean names of parameters of units that are neither summoned nor in ``but``."""
     found: set[str] = set()

@@ -390,10 +390,11 @@ def test_states_of_an_unmanaged_parameter_keep_its_order_in_memory(tmp_path: Pat
 class OldNet(nn.Module):
     """It has tied parameters, and a buffer that files of old versions of torch do not have."""
 
-    def __init__(self) -> None:
+    def __init__(self, unit: Callable[[nn.Module], nn.Module] = lambda module: module) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
         self.second.weight = self.first.weight
+        self.third = self.fourth = unit(nn.Linear(3, 3))
         self.norm = nn.BatchNorm1d(3)
 
 
@@ -404,7 +405,7 @@ def test_tied_values_that_differ_and_old_files_load_as_with_load_state_dict(tmp_
     del state["norm.num_batches_tracked"]
     torch.save(state, path := tmp_path / f"{dist.get_rank()}.pt")
     for front_end in FRONT_ENDS:
-        model = sharded(front_end, OldNet())
+        model = sharded(front_end, OldNet(partial(sharded, front_end)))
         assert checkpoint.load(path, model).is_complete
         whole = dict(checkpoint.iter_full_state_dict(model))
         assert whole["first.weight"].eq(2).all() and whole["second.weight"].eq(2).all()

@@ -172,7 +172,6 @@ def test_the_state_is_streamed_unit_by_unit_with_ties_together() -> None:
             each["again"] = each["first"]
         found = dict(iter_full_state_dict(container))
         assert_same(found, whole.state_dict())
-        assert found["first.w.weight"] is found["again.w.weight"]
     for wrong in ({"dtype": torch.int64}, {"device": "nowhere"}):
         with pytest.raises(UsageError, match=next(iter(wrong))):
             iter_full_state_dict(container, **wrong)
