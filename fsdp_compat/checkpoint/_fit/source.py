@@ -212,7 +212,7 @@ class Source:
         paths = {piece.path for piece in self._pieces() if piece.path is not None}
         facts = map(os.stat, sorted({self.path, *paths}))
         name = repr([(its.st_ino, its.st_size, its.st_mtime_ns, its.st_ctime_ns) for its in facts])
-        own = sum(each.nbytes for _, each in self._records_to_read())
+        own = sum(each.nbytes for _, each in _records(each.source for each in self.reads))
         total = sum(nbytes for nbytes, *_ in self._records_of_all())
         return hashlib.sha256(name.encode()).hexdigest(), own, total
 
@@ -222,7 +222,7 @@ class Source:
         compare the rest. Return what tells the content of several copies apart."""
         alike = [rank for rank, (name, *_) in enumerate(copies) if name == copies[number][0]]
         shares = max(copies[rank][1] for rank in alike) * len(alike) > copies[number][2]
-        records = self._records_to_read()
+        records = _records(each.source for each in self.reads)
         if shares:
             of_all = self._records_of_all()
             own = sorted(of_all)[alike.index(number) :: len(alike)]
@@ -262,9 +262,6 @@ class Source:
     def _records_of_all(self) -> dict[Any, StoredPiece]:
         """Return a piece of each zip record and unopened chunk, by what they are to all ranks."""
         return {piece.record: piece for piece in self._pieces() if piece.record is not None}
-
-    def _records_to_read(self) -> list[tuple[Path, Checksum]]:
-        return _records(each.source for each in self.reads)
 
     def read(self, shown: bool) -> None:
         """Read everything. Raises CheckpointError if the files changed after ``check``."""
