@@ -12,7 +12,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from .. import _torch_private
 from .._layout.spec import FlatLayout
 from ..errors import CheckpointError
-from .sharded_values import BoxedTensor, Cut, FlatOfParameters, dtype_of, gathered
+from .sharded_values import BoxedTensor, Cut, FlatOfParameters, gathered
 
 
 def is_local(value: torch.Tensor, layout: FlatLayout) -> bool:
@@ -25,12 +25,10 @@ def is_local(value: torch.Tensor, layout: FlatLayout) -> bool:
     if not isinstance(value, ShardedTensor):
         return bool(_torch_private.is_plain(value) and not value.numel() and not numel)
     shards = _described(value)
-    size = shards[0][1] if shards else 0
-    is_padded_less = -(-numel // flat.ranks) <= size < flat.shard_numel
-    return tuple(value.metadata().size) == (numel,) and (
-        shards == _parts(flat)
-        or (is_padded_less and shards == _parts(dataclasses.replace(flat, shard_numel=size)))
-    )
+    size = shards[0][1] if shards else 1
+    if -(-numel // flat.ranks) <= size < flat.shard_numel:  # padded less
+        flat = dataclasses.replace(flat, shard_numel=size)
+    return tuple(value.metadata().size) == (numel,) and shards == _parts(flat)
 
 
 def read_local(value: Any, cut: Cut) -> torch.Tensor:
@@ -140,6 +138,19 @@ def _rank_of_part(value: Any, rank: int) -> int:
     return rank if is_same else int(mesh.mesh[tuple(pickled)])
 
 
+def dtype_of(value: Any) -> torch.dtype:
+    """Return its dtype, without torch's warning for a ShardedTensor."""
+    if isinstance(value, ShardedTensor) and not isinstance(value, BoxedTensor):
+        return value.metadata().tensor_properties.dtype
+    dtype: torch.dtype = value.dtype
+    return dtype
+
+
+def same_shape(saved: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """True if values of one shape load into a tensor of the other; old files have (1,) for 0-d."""
+    return saved == shape or (saved, shape) == ((1,), ())
+
+
 def shape_of(value: Any) -> tuple[int, ...]:
     """Return the shape of the whole tensor."""
     if isinstance(value, BoxedTensor):
@@ -151,36 +162,24 @@ def read_part(value: Any, cut: Cut) -> torch.Tensor:
     """Return this rank's elements, 1-D, of a parameter's value: plain, sharded or lazy (loaded if
     there are any). A view if possible. Collective if it is sharded in another way than ``cut``."""
     part, parallel = cut.part, cut.parallel
-    if not isinstance(value, torch.Tensor):
-        if not part:
-            return torch.empty(0, dtype=value.dtype)
-        value = materialised(value, cut.layout.params[cut.index].name)
+    if not (part or isinstance(value, torch.Tensor)):
+        return torch.empty(0, dtype=value.dtype)
     if isinstance(value, BoxedTensor) and value.cut.is_as(cut):
         return value.elements()
     is_part = isinstance(value, BoxedTensor) and not value.cut.piece.is_whole
-    if _torch_private.is_dtensor(value):
-        # A state dict may have been put on the CPU.
-        moved: Any = value.to(value.device_mesh.device_type)
-        value = moved.full_tensor() if parallel is None else parallel.local(moved)
-        is_part = True
-    elif isinstance(value, ShardedTensor):
-        value = gathered(value)
+    if parallel is not None and _torch_private.is_dtensor(value):
+        value, is_part = parallel.local(value.to(value.device_mesh.device_type)), True
+    else:
+        value = whole_value(value, cut.layout.params[cut.index].name)
     if parallel is not None and not is_part:
         value = parallel.part(value)
     result: torch.Tensor = value.detach().reshape(-1)[part.slice]
     return result
 
 
-def is_readable(value: object, cut: Cut) -> bool:
-    """False for shards of a tensor-parallel parameter, unless it has the same placement here."""
-    if not isinstance(value, BoxedTensor) or value.cut.piece.is_whole:
-        return True
-    return value.cut.piece == cut.piece
-
-
 def whole_value(value: Any, name: str) -> Any:
     """Return a tensor of a state dict whole; anything else as it is. Collective if sharded."""
-    if _torch_private.is_dtensor(value):
+    if _torch_private.is_dtensor(value):  # which may have been put on the CPU
         return value.to(value.device_mesh.device_type).full_tensor()
     if isinstance(value, ShardedTensor):
         return gathered(value)

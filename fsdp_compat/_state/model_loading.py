@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -21,24 +22,37 @@ from .._engine.state_store import store_of
 from .._layout.spec import Interval, Section
 from ..api import StateDictSettings, StateDictType
 from ..errors import CheckpointError, FsdpCompatError, TypeUsageError, UsageError, require_bools
+from .held import (
+    Fit,
+    HeldPart,
+    StandIn,
+    exact_buffers_of,
+    held_params,
+    loads_in_own_way,
+    may_be_missing,
+    others_in,
+    overrides,
+    units_with_say,
+    with_versions,
+)
 from .loaded_values import (
+    dtype_of,
     is_local,
-    is_readable,
     is_sharded,
     is_tensor,
     materialised,
     read_local,
     read_part,
+    same_shape,
     shape_of,
     unfit,
     whole_value,
 )
-from .model_state import beside_units, sharded_keys
-from .own_ways import StandIn, exact_buffers_of, loads_in_own_way, overrides, units_with_say
 from .rank0 import Outline, Rank0Broadcast, Rank0Value, outline_of, received
-from .sharded_values import BoxedTensor, cut_of, dtype_of, flat_cut
+from .sharded_values import BoxedTensor, cut_of, flat_cut
 from .summon import Options, full_unit
 from .units import (
+    CHECKPOINT_WRAPPED_MODULE,
     FSDP_WRAPPED_MODULE,
     ModelUnit,
     below,
@@ -51,8 +65,8 @@ from .units import (
     names_in_order,
     names_of,
     registered_unit,
+    slots_in,
     units_of,
-    unmanaged_in,
 )
 
 
@@ -81,7 +95,7 @@ def load_state_dict(
     having = units_with_say(wrapper, loads_in_own_way)
     groups = [group for each in having for group in each.groups]
     rendezvous.require_all_ranks("load_state_dict", (*_gathered(wrapper, state_dict), *groups))
-    entries = _with_versions(inner if is_inners else wrapper, state_dict)
+    entries = with_versions(inner if is_inners else wrapper, state_dict)
     load = inner.load_state_dict if is_inners else functools.partial(usual, wrapper)
     changed = {**({} if strict else {"strict": False}), **({"assign": True} if assign else {})}
     for each in model_units_in(wrapper) if having else ():
@@ -100,15 +114,6 @@ def load_state_dict(
         for each in model_units_in(wrapper):
             each.unit.view.reveal_parts()
             each.loading[-1].close()  # if an error has left it open
-
-
-def _with_versions(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy that has the versions in its metadata by the names of modules now."""
-    entries, versions = collections.OrderedDict(state_dict), getattr(state_dict, "_metadata", {})
-    named = module.named_modules(remove_duplicate=False)
-    now = {path: versions[clean] for path, _ in named if (clean := clean_name(path)) in versions}
-    setattr(entries, "_metadata", {**versions, **now})
-    return entries
 
 
 @contextlib.contextmanager
@@ -173,16 +178,20 @@ def _before_load(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *r
         stack.enter_context(_whole(own, wrapper, state_dict, prefix))
     else:
         _metadata, _strict, missing, _unexpected, errors = rest
-        plan = _UnitPlan(own, state_dict, prefix)  # a module around it may not have looked
-        missing += plan.missing
-        errors += plan.errors
-        plan.load_out_of(state_dict)
+        fit = _UnitFit.of(own, state_dict, prefix)  # a module around it may not have looked
+        missing += fit.missing
+        errors += fit.wrong.values()
+        fit.load_out_of(state_dict)
     for key in [key for key in state_dict if key.startswith(prefix)]:
         state_dict[f"{prefix}{FSDP_WRAPPED_MODULE}.{key[len(prefix) :]}"] = state_dict.pop(key)
     # The sharded forms are registered in the modules, which will miss them.
     own.unit.view.in_state_dict = True  # until _after_load
     stack.enter_context(exact_buffers_of(own.unit))
-    own.loading = prefix, {prefix + key for key in sharded_keys(wrapper, own.unit)}, stack
+    is_own = not own.unit.summoned
+    keys = {prefix + slot.key for slot in slots_in(wrapper) if is_own and slot.unit is own.unit}
+    # Only some names contain activation checkpointing's wrapper.
+    keys |= {clean_name(key, [CHECKPOINT_WRAPPED_MODULE]) for key in keys}
+    own.loading = prefix, keys, stack
 
 
 def _after_load(wrapper: nn.Module, incompatible: Any) -> None:
@@ -200,22 +209,6 @@ def _after_load(wrapper: nn.Module, incompatible: Any) -> None:
             if key not in sharded
         ]
     own.loading = "", set(), contextlib.ExitStack()
-
-
-def load_unmanaged(model: nn.Module, entries: Mapping[str, Any]) -> None:
-    """Load what ``unmanaged_state`` returned, or a part of it, DTensors whole. Nothing is sent."""
-    with beside_units(model) as state:
-        names = [name for name, value in state.items() if not isinstance(value, StandIn)]
-        old: dict[str, Any] = {clean_name(name): state.pop(name) for name in names}
-        state.update(entries)
-        for name in entries:
-            like: Any = old.get(name)
-            if _torch_private.is_dtensor(like):
-                from torch.distributed.tensor import distribute_tensor  # imported already
-
-                own, places = state[name].to(like.device), (like.device_mesh, like.placements)
-                state[name] = distribute_tensor(own, *places, src_data_rank=None)
-        model.load_state_dict(_with_versions(model, state), strict=False)
 
 
 # -- what does not fit
@@ -236,15 +229,16 @@ def _refuse_values(
     free = tuple(below("", clean_name(path)) for path, its in modules if loads_in_own_way(its))
     having = units_with_say(model, loads_in_own_way)
     if not errors:
-        for named, own in zip(units_of(model), model_units_in(model), strict=True):
+        for named in units_of(model):
             is_free = named.unit in having or named.prefix.startswith(free)
             if not (named.unit.summoned or is_free):
-                plan = _UnitPlan(own, by_name, named.prefix)
-                missing += plan.missing
-                errors += plan.errors
+                fit = _UnitFit.of(named.own, by_name, named.prefix)
+                missing += fit.missing
+                errors += fit.wrong.values()
         for name, tensor in others.items():
             if tensor is not None and name in by_name and not name.startswith(free):
-                errors += _wrong(name, by_name[name], tuple(tensor.shape), tensor.dtype)
+                text = _wrong(name, by_name[name], tuple(tensor.shape), tensor.dtype)
+                errors += [text] if text else []
         errors += [
             _other_layout(key, "no such flat parameter")
             for key in by_name
@@ -265,27 +259,6 @@ def _refuse_values(
         inner = type(model if registered is None else registered.unit.module).__name__
         lines = "\n\t".join([f"Error(s) in loading state_dict for {inner}:", *errors])
         raise not_loaded(lines, label, state_dict)
-
-
-def others_in(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    """Return what lies outside of units, by clean name; None if it loads in its own way."""
-    return {
-        slot.name: None if loads_in_own_way(slot.holder) else slot.value
-        for slot in unmanaged_in(model)
-    }
-
-
-def may_be_missing(name: str) -> bool:
-    """True for what models of old files do not have: torch loads them without it."""
-    return name.endswith("num_batches_tracked")
-
-
-def absent_buffers(model: nn.Module) -> Iterator[str]:
-    """Yield the names of buffers that are None, of modules that may make them while they load."""
-    for path, module in model.named_modules(remove_duplicate=False):
-        for name, value in module._buffers.items() if loads_in_own_way(module) else ():
-            if value is None and name not in module._non_persistent_buffers_set:
-                yield clean_name(f"{path}.{name}".lstrip("."))
 
 
 _EVERYWHERE = (
@@ -313,34 +286,29 @@ def not_loaded(what: str, where: str, state_dict: Mapping[str, Any]) -> Checkpoi
 # -- the values of one unit
 
 
-class _UnitPlan:
-    """Which entry of a state dict goes where in a unit, and what does not fit. Nothing changes."""
+@dataclasses.dataclass
+class _UnitFit(Fit):
+    """Which entries of a state dict a unit takes, and how to load them. Nothing has changed yet."""
 
-    def __init__(self, own: ModelUnit, entries: Mapping[str, Any], prefix: str) -> None:
+    keys: list[str] = dataclasses.field(default_factory=list)  # of the unit, in the state dict
+    loads: list[Callable[[], None]] = dataclasses.field(default_factory=list)
+
+    @staticmethod
+    def of(own: ModelUnit, entries: Mapping[str, Any], prefix: str) -> _UnitFit:
         """prefix: of the unit's keys in ``entries``."""
-        self.missing: list[str] = []
-        self.errors: list[str] = []
-        self.keys: list[str] = []
-        self.loads: list[Callable[[], None]] = []
+        self = _UnitFit()
         for flat_name, group, section in named_sections(own.unit):
-            found: dict[int, dict[str, Any]] = {}
-            for index in section.params:
-                keys = names_of(store_of(group).orig_params[index], prefix)
-                found[index] = {key: entries[key] for key in keys if key in entries}
-                self.keys += found[index]
-                if not found[index] and prefix + flat_name not in entries:
-                    self.missing.append(keys[0])
-            if prefix + flat_name in entries:
-                self.keys.append(prefix + flat_name)
-                flat = entries[prefix + flat_name]
-                self.errors += _wrong_flat(group, section, prefix + flat_name, flat, found)
-                self.loads.append(functools.partial(_load_flat, group, section, flat))
-                continue
-            for index, its in found.items():
-                for key, value in its.items():
-                    self.errors += _wrong_param(group, index, key, value, own.takes_parts)
-            values = {index: [*its.values()][-1] for index, its in found.items() if its}
-            self.loads.append(functools.partial(_load_params, group, values, own.takes_parts))
+            parts, flat = [*held_params(group, section, [prefix])], prefix + flat_name
+            names = (flat, *(name for held in parts for name in held.names))
+            self.keys += [name for name in names if name in entries]
+            if flat in entries:
+                self.wrong |= _wrong_flat(group, section, flat, entries, parts)
+                self.loads.append(functools.partial(_load_flat, group, section, entries[flat]))
+            else:
+                differs = functools.partial(_wrong_param, own.takes_parts)
+                taken = self.take(parts, entries, differs)
+                self.loads.append(functools.partial(_load_params, group, taken, own.takes_parts))
+        return self
 
     def load_out_of(self, entries: MutableMapping[str, Any]) -> None:
         """Take the unit's entries, and copy this rank's parts into its shards, if all fit.
@@ -348,7 +316,7 @@ class _UnitPlan:
         for key in self.keys:
             del entries[key]
         with torch.no_grad():
-            for load in self.loads if not self.errors else ():
+            for load in self.loads if not self.wrong else ():
                 load()
 
 
@@ -357,13 +325,13 @@ def _load_flat(group: Group, section: Section, flat: Any) -> None:
     _write(store_of(group).shard[section.in_shard.slice][: run.numel()], run)
 
 
-def _load_params(group: Group, values: dict[int, Any], takes_parts: bool) -> None:
-    store, values = store_of(group), received(group, values)
-    for index in list(values):
-        value, cut = values.pop(index), cut_of(group, index)
-        is_part = takes_parts and _is_part(value, cut.part)
-        run = value.detach() if is_part else read_part(value, cut)
-        _write(store.shard[store.part_in_shard(index).slice], run)
+def _load_params(group: Group, taken: list[tuple[HeldPart, Any]], takes_parts: bool) -> None:
+    parts = {held.number: held for held, _ in taken}
+    values = received(group, {held.number: value for held, value in taken})
+    for index, held in parts.items():
+        value = values.pop(index)
+        is_part = takes_parts and _is_part(value, held.part)
+        _write(held.values, value.detach() if is_part else read_part(value, cut_of(group, index)))
 
 
 def _write(target: torch.Tensor, run: torch.Tensor) -> None:
@@ -373,21 +341,21 @@ def _write(target: torch.Tensor, run: torch.Tensor) -> None:
         target.copy_(run)
 
 
-def _wrong_param(group: Group, index: int, key: str, value: Any, takes_parts: bool) -> list[str]:
-    """Say why ``value`` cannot be loaded into a parameter; [] if it can."""
-    store, cut = store_of(group), cut_of(group, index)
-    is_part = _is_part(value, cut.part)
-    shape = tuple(value.shape) if is_part and takes_parts else store.shape(index)
-    wrong = _wrong(key, value, shape, store.dtype)
-    if is_part:
+def _wrong_param(takes_parts: bool, held: HeldPart, key: str, value: Any) -> str:
+    """Say why ``value`` cannot be loaded into a parameter; "" if it can."""
+    is_part = _is_part(value, held.part)
+    shape = (held.part.numel,) if is_part and takes_parts else held.shape
+    wrong = _wrong(key, value, shape, held.dtype)
+    if is_part and wrong:
         advice = "to load that, set StateDictType.LOCAL_STATE_DICT"
-        return [f"{each}, which would be this rank's part: {advice}" for each in wrong]
-    if not wrong and not is_readable(value, cut):
-        return [
+        return f"{wrong}, which would be this rank's part: {advice}"
+    piece = value.cut.piece if isinstance(value, BoxedTensor) else held.piece
+    if not (wrong or piece.is_whole or piece == held.piece):
+        return (
             f"{key}: shards of a tensor-parallel parameter can only be loaded in memory by a model "
             "that splits it in the same way. Load them through torch.distributed.checkpoint, or "
             "use StateDictType.FULL_STATE_DICT"
-        ]
+        )
     return wrong
 
 
@@ -398,22 +366,23 @@ def _is_part(value: Any, part: Interval) -> bool:
 
 
 def _wrong_flat(
-    group: Group, section: Section, key: str, flat: Any, params: Mapping[int, Mapping[str, Any]]
-) -> list[str]:
-    """Say why ``flat`` does not fit, or which ``params`` ({index: {key: value}}) contradict it."""
-    dtype, ranks = group.store.dtype, group.shard.ranks
+    group: Group, section: Section, key: str, entries: Mapping[str, Any], parts: Iterable[HeldPart]
+) -> dict[str, str]:
+    """Say why a flat parameter does not fit, or which ``entries`` of ``parts`` contradict it."""
+    flat, dtype, ranks = entries[key], group.store.dtype, group.shard.ranks
     if (wrong := unfit(flat, None, dtype)) is not None:
-        return [f"{key}: expected a ShardedTensor of {dtype}, got {wrong}"]
+        return {key: f"{key}: expected a ShardedTensor of {dtype}, got {wrong}"}
     if ranks == 1 or not is_local(flat, section.layout):
         here = f"{len(section.layout.params)} parameter(s) over {ranks} rank(s)"
-        return [_other_layout(key, here)]
-    return [
-        f"{its_key}: its values are not those that this rank has of it in {key!r}, a flat "
+        return {key: _other_layout(key, here)}
+    return {
+        name: f"{name}: its values are not those that this rank has of it in {key!r}, a flat "
         "parameter in the same dict. Delete the entry that is not to be loaded"
-        for index, its in params.items()
-        for its_key, value in its.items()
-        if not _is_part_of(flat, value, section.layout.params[index - section.first_param].in_full)
-    ]
+        for held in parts
+        for name in held.names
+        if name in entries
+        and not _is_part_of(flat, entries[name], section.layout.params[held.index].in_full)
+    }
 
 
 def _is_part_of(flat: torch.Tensor, value: Any, place: Interval) -> bool:
@@ -440,18 +409,18 @@ def _other_layout(key: str, here: str) -> str:
     )
 
 
-def _wrong(key: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype) -> list[str]:
-    """Say why ``value`` cannot be loaded into such a tensor; []: it can. It may stay lazy."""
+def _wrong(key: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    """Say why ``value`` cannot be loaded into such a tensor; "": it can. It may stay lazy."""
     if isinstance(value, (Rank0Value, StandIn)):  # the first rank has looked at it
-        return []
+        return ""
     got = shape_of(value) if is_tensor(value) else shape
-    if got != shape and (shape, got) != ((), (1,)):
-        return [
+    if not same_shape(got, shape):
+        return (
             f"size mismatch for {key}: expected shape {list(shape)} as in the current model, "
             f"got {list(got)}"
-        ]
+        )
     wrong = unfit(value, None, dtype)
-    return [f"{key}: expected a tensor of shape {shape} and {dtype}, got {wrong}"] if wrong else []
+    return f"{key}: expected a tensor of shape {shape} and {dtype}, got {wrong}" if wrong else ""
 
 
 # -- values that only rank 0 has

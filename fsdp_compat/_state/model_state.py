@@ -3,46 +3,47 @@ tensor types; it does not gather by itself."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from .. import _torch_private
 from .._engine import rendezvous
-from .._engine.dtypes import tensors_in
 from .._engine.group import Group
 from .._engine.state_store import StateStore, store_of
 from .._engine.unit import Unit
 from ..api import StateDictType
-from ..errors import UsageError, wrong_type
+from ..errors import UsageError, require_module, wrong_type
+from .held import StandIn, exact_buffers_of, saves_in_own_way, stand_ins, units_with_say
 from .loaded_values import is_sharded, read_part
-from .own_ways import StandIn, exact_buffers_of, saves_in_own_way, stand_ins, units_with_say
 from .sharded_values import LocalPart, copied, cut_of, flat_cut, mesh_sharded_value, sharded_value
 from .summon import Options, full_unit
 from .units import (
-    CHECKPOINT_WRAPPED_MODULE,
     FSDP_WRAPPED_MODULE,
     ModelUnit,
     Wanted,
     clean_name,
-    default_form,
     everything,
     in_form,
-    managed_names,
+    model_unit_of,
     model_units_in,
     named_sections,
     names_in_order,
     names_of,
     owners_in,
+    prefixes_in,
     registered_unit,
+    require_idle,
     shows_originals,
     slots_in,
+    unmanaged_in,
     wanted_by,
 )
 
@@ -154,7 +155,8 @@ def _finished(
             values[name] = _compact(value)
     if not own.unit.summoned or (own.takes_parts and wholes is not None):
         # In the user's summon_full_params, torch has collected whole parameters.
-        values.update(_ENTRIES[own.form.state_dict_type](own, base))
+        for names, value in _ENTRIES[own.form.state_dict_type](own, base):
+            values.update(dict.fromkeys(names, value))
     if wholes is not None and not own.takes_parts:
         return values
     order = {key: position for position, key in enumerate(names_in_order(wrapper, base))}
@@ -192,36 +194,6 @@ def _of_wholes(
                 place = value.data_ptr(), value.shape, value.stride(), value.dtype
                 value = copies[place] = copies[place] if place in copies else copied(value, to_cpu)
         yield name, value
-
-
-def sharded_keys(wrapper: nn.Module, unit: Unit) -> set[str]:
-    """The keys of the unit's parameters in sharded form, none while summoned; with and without
-    activation checkpointing's wrapper, which only some of them contain."""
-    if unit.summoned:
-        return set()
-    keys = {slot.key for slot in slots_in(wrapper) if slot.unit is unit}
-    return keys | {clean_name(key, [CHECKPOINT_WRAPPED_MODULE]) for key in keys}
-
-
-def unmanaged_state(model: nn.Module) -> dict[str, Any]:
-    """Return what modules save beside the parameters of units, by clean name. Sends nothing."""
-    managed = managed_names(model)
-    with beside_units(model) as state:
-        named = [(clean_name(name), value) for name, value in state.items()]
-    return {n: v for n, v in named if n not in managed and not isinstance(v, StandIn)}
-
-
-@contextlib.contextmanager
-def beside_units(model: nn.Module) -> Iterator[dict[str, Any]]:
-    """A context with what modules save, and stand-ins for what they make of parameters of units."""
-    units, form = model_units_in(model), default_form(StateDictType.LOCAL_STATE_DICT)
-    with stand_ins(each.unit for each in units), in_form(units, form):
-        state = model.state_dict()
-        for name, value in state.items():
-            inside = () if isinstance(value, torch.Tensor) else tensors_in(value)
-            if any(isinstance(tensor, StandIn) for tensor in inside):
-                raise ValueError(f"{name!r} holds values of parameters in a {type(value).__name__}")
-        yield state
 
 
 # -- what is sent
@@ -313,33 +285,24 @@ def _gathered(
             del gathered  # or the next group is gathered beside this one
 
 
-def full_entries(own: ModelUnit, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, copy of the whole tensor) of a unit's parameters, under all names of tied ones,
-    one group gathered at a time; stand-ins on ranks that keep none. Collective."""
+# Names of a parameter, tied ones all together, and what the state dict has under each of them.
+_Entries = Iterator[tuple[Sequence[str], torch.Tensor]]
+
+
+def full_entries(own: ModelUnit, prefix: str) -> _Entries:
+    """Yield copies of the whole tensors of a unit's parameters, one group gathered at a time;
+    stand-ins on ranks that keep none. Collective."""
     device = torch.device("cpu") if own.form.state_dict_config.offload_to_cpu else None
     for names, gathered, index in _gathered(own.unit.groups, [prefix], own.wanted):
         # Other ranks of the parameter's own mesh may keep what this one does not.
         value = gathered.copy(index, device) if own.is_kept_here else gathered.whole(index)
         del gathered
-        value = value if own.is_kept_here else StandIn.of(value.shape, value.dtype)
-        for name in names:
-            yield name, value
+        yield names, value if own.is_kept_here else StandIn.of(value.shape, value.dtype)
         del value
 
 
-def gathered_unit(
-    unit: Unit, prefixes: Sequence[str], wanted: Wanted, device: torch.device | None
-) -> list[tuple[list[str], Callable[[], torch.Tensor]]]:
-    """Return (names, function that returns a copy on ``device``, or where the unit computes) for
-    what is wanted, with all groups gathered. Collective, and so are the functions for DTensors."""
-    return [
-        (names, functools.partial(gathered.copy, index, device or unit.options.device))
-        for names, gathered, index in _gathered(unit.groups, prefixes, wanted)
-    ]
-
-
-def _sharded_entries(own: ModelUnit, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, value with this rank's part): boxes; with a mesh DTensors. Collective then."""
+def _sharded_entries(own: ModelUnit, prefix: str) -> _Entries:
+    """Yield values with this rank's part: boxes; with a mesh DTensors. Collective then."""
     config: Any = own.form.state_dict_config
     for group in own.unit.groups:
         if own.device_mesh is None or group.shard.ranks == 1:
@@ -347,30 +310,24 @@ def _sharded_entries(own: ModelUnit, prefix: str) -> Iterator[tuple[str, torch.T
             continue
         for names, gathered, index in _gathered([group], [prefix], own.wanted):
             value: torch.Tensor = mesh_sharded_value(gathered.whole(index), own.device_mesh)
-            value = value.cpu() if config.offload_to_cpu else value
             del gathered
-            for name in names:
-                yield name, value
+            yield names, value.cpu() if config.offload_to_cpu else value
 
 
-def _shard_entries(
-    own: ModelUnit, group: Group, prefix: str, as_views: bool
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _shard_entries(own: ModelUnit, group: Group, prefix: str, as_views: bool) -> _Entries:
     """Yield boxes, as copies; ``as_views``: of the shard, if all of it stays on its device."""
     store, to_cpu = store_of(group), own.form.state_dict_config.offload_to_cpu
     is_view = as_views and not to_cpu and own.wanted is everything
     for index, names in _chosen(store, [prefix], own.wanted).items():
         run = store.local_part(index)
         run = run if is_view else copied(run, to_cpu)
-        value = sharded_value(cut_of(group, index, own.group), run, is_view)
-        for name in names:
-            yield name, value
+        yield names, sharded_value(cut_of(group, index, own.group), run, is_view)
 
 
-def _local_entries(own: ModelUnit, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name of a flat parameter, this rank's shard of it); with use_orig_params=True first
-    views of it under the names of parameters. If one rank holds all, yield whole parameters, as
-    torch does. Shards are copied for the CPU or a filter. Nothing is sent."""
+def _local_entries(own: ModelUnit, prefix: str) -> _Entries:
+    """Yield flat parameters with this rank's shard; with use_orig_params=True first views of it
+    under the names of parameters. If one rank holds all, yield whole parameters, as torch does.
+    Shards are copied for the CPU or a filter. Nothing is sent."""
     to_cpu = own.form.state_dict_config.offload_to_cpu
     for flat_name, group, section in named_sections(own.unit):
         store = store_of(group)
@@ -392,15 +349,104 @@ def _local_entries(own: ModelUnit, prefix: str) -> Iterator[tuple[str, torch.Ten
         if to_cpu or own.wanted is not everything:
             shard = copied(shard, to_cpu)
         for index, names in chosen.items() if shows_originals(own.unit) else ():
-            for name in names:
-                yield name, store.own_part(shard, index).as_subclass(LocalPart)
+            yield names, store.own_part(shard, index).as_subclass(LocalPart)
         cut = flat_cut(group, section, own.group)
-        yield prefix + flat_name, sharded_value(cut, shard[: cut.part.numel])
+        yield [prefix + flat_name], sharded_value(cut, shard[: cut.part.numel])
 
 
-# What gives the entries of a unit's own parameters, given the prefix of their names.
-_ENTRIES: dict[StateDictType, Callable[[ModelUnit, str], Iterator[tuple[str, torch.Tensor]]]] = {
+_ENTRIES: dict[StateDictType, Callable[[ModelUnit, str], _Entries]] = {
     StateDictType.FULL_STATE_DICT: full_entries,
     StateDictType.SHARDED_STATE_DICT: _sharded_entries,
     StateDictType.LOCAL_STATE_DICT: _local_entries,
 }
+
+
+# -- whole tensors, one unit at a time: for any file format, and for models too large to hold twice
+
+_ITER = "iter_full_state_dict"
+
+
+def iter_full_state_dict(
+    model: nn.Module,
+    *,
+    filter: Callable[[str], bool] | Literal["trainable"] | None = None,
+    device: torch.device | str | None = "cpu",
+    dtype: torch.dtype | None = None,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the name and the whole tensor of each parameter and persistent buffer of a model.
+
+    The names are those before wrapping. Outer units come first; within a unit, the model's order. A
+    tied parameter is yielded under each of its names in turn, with the same tensor. Tensors are
+    copies that the caller owns. A rank holds one unsharded unit and the last yielded tensor. Extra
+    state is left out: it is not a tensor.
+
+    Collective: all ranks of the model iterate in step, to the end or until they all stop at the
+    same name.
+
+    Args:
+        model: a sharded module, of either front end, or one that contains some.
+        filter: what to yield and gather: a function of a name, or "trainable" for parameters that
+            require grad.
+        device: of the tensors; None: where each unit computes.
+        dtype: of the floating-point tensors; None: as stored.
+
+    Returns:
+        An iterator over (name, tensor)."""
+    require_module(model, _ITER)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise wrong_type("dtype", "a floating-point dtype, or None", dtype, _ITER)
+    try:
+        device = None if device is None else torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise wrong_type("device", "a torch.device, its name, or None", device, _ITER) from error
+    return _full_state(model, wanted_by(filter, _ITER), device, dtype)
+
+
+def _full_state(
+    model: nn.Module, wanted: Wanted, device: torch.device | None, dtype: torch.dtype | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """See ``iter_full_state_dict``; names are clean. Collective, as far as it is consumed."""
+    units = prefixes_in(model)
+    require_idle(model, _ITER)
+    rendezvous.require_all_ranks(_ITER, (group for own in units for group in own.unit.groups))
+    position = {name: number for number, name in enumerate(names_in_order(model, ""))}
+    others = _others(model, wanted)
+    for own in dict.fromkeys((model_unit_of(model), *units)):
+        found: list[tuple[list[str], Callable[[], torch.Tensor]]] = [
+            (names, functools.partial(tensor.to, device or tensor.device, copy=True))
+            for names, tensor in others[own].values()
+        ]
+        if own is not None:
+            own.runtime.require_idle(_ITER)
+            own.runtime.reshard_all([own.unit])
+            place = device or own.unit.options.device
+            found += [
+                (names, functools.partial(gathered.copy, index, place))
+                for names, gathered, index in _gathered(own.unit.groups, units[own], wanted)
+            ]
+        found.sort(key=lambda entry: position.get(entry[0][0], len(position)), reverse=True)
+        while found:  # drop each tensor once it has been yielded
+            names, make = found.pop()
+            value = make()
+            del make
+            if dtype is not None and value.is_floating_point():
+                value = value.to(dtype)
+            for name in names:
+                yield name, value
+            del value
+
+
+def _others(
+    model: nn.Module, wanted: Wanted
+) -> Mapping[ModelUnit | None, dict[int, tuple[list[str], torch.Tensor]]]:
+    """Return (wanted names, tensor) of what no unit shards, by the unit around its module."""
+    found, owners = collections.defaultdict[Any, Any](dict), owners_in(model)
+    with contextlib.ExitStack() as stack:
+        for own in model_units_in(model):
+            stack.enter_context(exact_buffers_of(own.unit))
+        for slot in unmanaged_in(model):
+            value, trains = slot.value, isinstance(slot.value, nn.Parameter)
+            if value is not None and wanted(slot.name, trains and value.requires_grad):
+                its = found[model_unit_of(owners[slot.key.rpartition(".")[0]])]
+                its.setdefault(id(value), ([], value.detach()))[0].append(slot.name)
+    return found

@@ -23,9 +23,8 @@ from .._engine.group import Group
 from .._engine.state_store import store_of
 from .._text import joined
 from ..errors import CheckpointError
-from .loaded_values import is_sharded, is_tensor, shape_of, unfit
+from .loaded_values import dtype_of, is_sharded, is_tensor, shape_of, unfit
 from .optim_contents import ParamOwnership, is_per_element_of_0d, is_whole, numbered_names, snapshot
-from .sharded_values import dtype_of
 
 # -- names
 

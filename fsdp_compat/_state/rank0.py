@@ -18,9 +18,8 @@ from .._comm.mesh import Mesh
 from .._engine.group import Group
 from .._engine.state_store import store_of
 from ..errors import CheckpointError
-from .loaded_values import materialised, shape_of
+from .loaded_values import dtype_of, materialised, shape_of
 from .optim_agreement import gathered_along
-from .sharded_values import dtype_of
 
 
 @dataclasses.dataclass(frozen=True)

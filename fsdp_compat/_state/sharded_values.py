@@ -29,12 +29,13 @@ from .. import _torch_private
 from .._comm.backend import gather_in_group
 from .._comm.host_memory import of_its_own_size
 from .._engine.group import Group
-from .._engine.state_store import StateStore, store_of
+from .._engine.state_store import store_of
 from .._engine.tensor_parallel import TensorParallel
 from .._layout.box import Box, Piece, Share
 from .._layout.rows import CopiedLayout
 from .._layout.spec import FlatLayout, ParamSpec, Section
 from ..errors import CheckpointError
+from .held import share_of
 from .units import clean_name
 
 if typing.TYPE_CHECKING:  # imported where they are used: that takes a second
@@ -64,20 +65,6 @@ class Place:
 
     whole_shape: tuple[int, ...]
     origin: tuple[int, ...]  # offsets of the first element
-
-
-def piece_of(store: StateStore, index: int) -> Piece:
-    """Return what a layout holds of a parameter: all of it, or this process's part of a DTensor;
-    where fully_shard cuts another dim than the first, this rank's part."""
-    section, parallel = store.section_of(index), store.parallel[index]
-    shape = section.layout.params[index - section.first_param].shape
-    whole_shape, offsets = store.local_shape(index), (0,) * len(shape)
-    if parallel is not None:
-        whole_shape, mesh, placements = parallel.shape, parallel.mesh, parallel.placements
-        offsets = _torch_private.offsets_on_mesh(whole_shape, mesh, placements)
-    if section.offsets is not None:
-        offsets = tuple(map(operator.add, offsets, section.offsets))
-    return Piece(whole_shape, offsets, shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +122,7 @@ def cut_of(group: Group, index: int, process_group: Any = None) -> Cut:
     """Return how a parameter of a unit is cut. process_group: for values to be saved."""
     store, members = store_of(group), group.shard.members
     layout, number = store.cut(index)
-    piece, parallel = piece_of(store, index), store.parallel[index]
+    piece, parallel = share_of(group, index).piece, store.parallel[index]
     return Cut(piece, layout, number, store.rank, members, parallel, process_group)
 
 
@@ -393,47 +380,36 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return _torch_private.tensor_without_storage(BoxedTensor, shape, dtype, device)
 
 
-def dtype_of(value: Any) -> torch.dtype:
-    """Return its dtype, without torch's warning for a ShardedTensor."""
-    if isinstance(value, ShardedTensor) and not isinstance(value, BoxedTensor):
-        return value.metadata().tensor_properties.dtype
-    dtype: torch.dtype = value.dtype
-    return dtype
-
-
 def gathered(value: ShardedTensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Return a whole ShardedTensor, or its tensor-parallel part. Collective in ``group``."""
     metadata, group = value.metadata(), group or value._process_group
-    size, origin = tuple(metadata.size), (0,) * len(metadata.size)
-    own_shards = [shard.tensor for shard in value.local_shards()]
+    dtype = metadata.tensor_properties.dtype
     if isinstance(value, BoxedTensor):
-        size, origin, own_shards = (
-            value.cut.piece.shape,
-            value.cut.piece.offsets,
-            [value.elements()],
-        )
-    by_rank: Mapping[int, list[ShardMetadata]] = {
-        rank: [] for rank in dist.get_process_group_ranks(group)
-    }
+        part, own_shards = value.cut.piece, [value.elements()]
+    else:
+        part = Piece.of_whole(tuple(metadata.size))
+        own_shards = [shard.tensor for shard in value.local_shards()]
+    ranks = dist.get_process_group_ranks(group)
+    by_rank: Mapping[int, list[ShardMetadata]] = {rank: [] for rank in ranks}
     for shard in metadata.shards_metadata:
         placement: Any = shard.placement
         by_rank[placement.rank()].append(shard)
     numels = [[math.prod(shard.shard_sizes) for shard in shards] for shards in by_rank.values()]
     longest = max(1, *map(sum, numels))
     device = own_shards[0].device if own_shards else None
-    tensors = [tensor.detach().reshape(-1).to(dtype_of(value)) for tensor in own_shards]
+    tensors = [tensor.detach().reshape(-1).to(dtype) for tensor in own_shards]
     padding = longest - sum(tensor.numel() for tensor in tensors)
-    own = torch.cat((*tensors, torch.zeros(padding, dtype=dtype_of(value), device=device)))
-    whole = own.new_empty(size)
+    own = torch.cat((*tensors, torch.zeros(padding, dtype=dtype, device=device)))
+    whole = own.new_empty(part.shape)
     if own.is_cpu:  # an offloaded value, whose group may be of a device
         own = own.to(_torch_private.default_device_of_backend(group))
     pieces = gather_in_group(group, own).split(longest)
     for piece, shards, its_numels in zip(pieces, by_rank.values(), numels, strict=True):
         for shard, run in zip(shards, piece[: sum(its_numels)].split(its_numels), strict=True):
-            sizes = tuple(shard.shard_sizes)
-            box = zip(shard.shard_offsets, origin, sizes, strict=True)
-            place = tuple(slice(at - first, at - first + length) for at, first, length in box)
-            whole[place] = run.view(sizes)
+            box = Box(tuple(shard.shard_offsets), tuple(shard.shard_sizes))
+            starts = box.moved([-at for at in part.offsets]).offsets
+            place = tuple(map(slice, starts, map(operator.add, starts, box.sizes)))
+            whole[place] = run.view(box.sizes)
     return whole
 
 

@@ -14,6 +14,7 @@ from .._engine.group import Group
 from .._engine.state_store import StateStore, store_of
 from .._engine.unit import Unit
 from .._engine.user_changes import follow_toggles
+from .held import show
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,16 +121,6 @@ def _shown(
     for param, indices in store.sharded_params if writeback else ():
         toggled = [shown[index].requires_grad is not param.requires_grad for index in indices]
         follow_toggles(param, toggled, f"{group.name}, in summon_full_params")
-
-
-def show(store: StateStore, parameters: Sequence[nn.Parameter]) -> None:
-    """Put ``parameters`` into the modules in place of what they show now."""
-    for slot in store.shown(parameters):
-        held = _torch_private.parameters_of(slot.module)
-        if slot.parameter is None:
-            held.pop(slot.attribute, None)
-        else:
-            held[slot.attribute] = slot.parameter
 
 
 def _write_back_grads(

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._comm.mesh import Mesh
+from .._comm.mesh import Axis, Mesh, axis_of
 from .._engine.group import Group
 from .._engine.ownership import ParamSlots
 from .._engine.runtime import Runtime, runtime_of
@@ -225,8 +225,16 @@ def units_of(model: nn.Module, once: bool = True) -> list[NamedUnit]:
             if registered.rename is not None:
                 registered.rename(model)
                 prefix = ""
-            found.append(NamedUnit(registered.unit, below("", prefix)))
+            found.append(NamedUnit(registered, below("", prefix)))
     return found
+
+
+def prefixes_in(model: nn.Module) -> dict[ModelUnit, list[str]]:
+    """Return the units with all prefixes of their names: a module may have several."""
+    found: dict[ModelUnit, dict[str, None]] = {}
+    for named in units_of(model, once=False):
+        found.setdefault(named.own, {})[named.prefix] = None
+    return {own: [*prefixes] for own, prefixes in found.items()}
 
 
 def managed_names(model: nn.Module, but: Collection[Unit | None] = ()) -> set[str]:
@@ -249,6 +257,15 @@ def owners_in(model: nn.Module) -> dict[str, nn.Module]:
         is_owner = not path or ATTRIBUTE in child.__dict__
         found[path] = child if is_owner else found[path.rpartition(".")[0]]
     return found
+
+
+def tensor_parallel_axes(units: Sequence[Unit]) -> list[Axis]:
+    """Return the mesh axes of tensor parallelism with several ranks, alike on all ranks."""
+    stores = (store_of(group) for unit in units for group in unit.groups)
+    meshes = {id(its.mesh): its for store in stores for its in store.parallel if its is not None}
+    dims = ((its.mesh, dim) for its in meshes.values() for dim in its.tensor_parallel_dims)
+    axes = (axis_of(mesh.get_group(dim)) for mesh, dim in dims)
+    return list({axis.members: axis for axis in axes if axis.ranks > 1}.values())
 
 
 class Slot(typing.NamedTuple):
@@ -336,8 +353,12 @@ def names_before(model: nn.Module) -> list[str]:
 class NamedUnit:
     """A unit, and the prefix of its parameters' names in the model."""
 
-    unit: Unit
+    own: ModelUnit
     prefix: str
+
+    @property
+    def unit(self) -> Unit:
+        return self.own.unit
 
 
 def refuse_extensions(groups: Iterable[Group], where: str) -> None:

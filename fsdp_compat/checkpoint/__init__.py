@@ -16,9 +16,9 @@ without a model.
 - ``iter_full_state_dict``: whole tensors, one unit at a time, for any other format
 - ``files``: inspect, verify, compare, convert and list checkpoints of any format"""
 
+from .._state.model_state import iter_full_state_dict
 from . import files
 from ._folder.directory import latest
-from ._full import iter_full_state_dict
 from ._load import LoadReport, load, load_safetensors, resume
 from ._safetensors_save import save_safetensors
 from ._save import AsyncSave, async_save, save

@@ -1,6 +1,6 @@
 """``load``, ``resume`` and ``load_safetensors``: each rank reads, all ranks agree, each acts.
 
-Read: a rank plans what it needs (`_LoadPlan`), and compares checksums, if the format has any.
+Read: a rank plans what it needs (`_Plan`), and compares checksums, if the format has any.
 Agree: all ranks report whether their files are valid and every value can be decoded. Only then is
 anything changed.
 
@@ -15,7 +15,7 @@ import dataclasses
 import hashlib
 import os
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,7 +25,16 @@ from torch import nn
 from .. import errors
 from .._archive.archive import Archive, StoredTensor
 from .._archive.texts import brief, shortened
-from .._state.model_loading import absent_buffers, load_unmanaged, may_be_missing, others_in
+from .._state.held import (
+    Fit,
+    HeldPart,
+    absent_buffers,
+    held_state,
+    load_unmanaged,
+    may_be_missing,
+    others_in,
+)
+from .._state.loaded_values import same_shape
 from .._state.optimizer_checks import cut_state
 from .._text import joined
 from ..errors import CheckpointError, FsdpCompatError
@@ -35,10 +44,8 @@ from ._fit.source import Source, open_source
 from ._folder.directory import Run
 from ._folder.newest import newest_of_all, offer_of
 from ._formats.flat_files import OF_MODEL
-from ._live.model import HeldPart, HeldState, held_state
-from ._live.optimizers import SharedOptimizer
-from ._live.snapshot import warn_of_left_out
-from ._ranks.ranks import Ranks, ranks_of, require_rest
+from ._live.optimizers import SharedOptimizer, warn_of_left_out
+from ._ranks.ranks import ranks_of, require_rest
 
 _Extra = TypeVar("_Extra")
 
@@ -241,10 +248,14 @@ def _load(
             if optimizer is not None:
                 cut_state(optimizer)
             shared = SharedOptimizer(model, optimizer, ranks)
-            held = held_state(model)
+            held, unmanaged = held_state(model)
             source = open_source(Path(path), lambda: _shapes_of(held), rename, ignore_class, call)
-            plan = _LoadPlan(source, model, held, optimizer, ranks, strict, dtype)
-            arguments = hashlib.sha256(repr((sorted(source.names), dtype)).encode()).hexdigest()
+            plan = _Plan(model, source, LoadReport(source.path), strict)
+            taken = plan.of_model(held, unmanaged, optimizer is not None, dtype)
+            if optimizer is not None:
+                plan.of_optimizer(optimizer, taken)
+            plan.report.extra = source.planned(source.extra(ranks))
+            arguments = hashlib.sha256(repr((sorted(source.values), dtype)).encode()).hexdigest()
             agreement.own = (f"{source.archive.kind} {arguments}", shared.facts(), source.copy())
         kinds, optimizers, copies = zip(*agreement.by_rank, strict=True)
         shared.require_alike(optimizers)
@@ -281,130 +292,106 @@ def _load(
                 ) from error
 
 
-def _shapes_of(held: HeldState) -> Archive:
+def _shapes_of(held: Sequence[HeldPart]) -> Archive:
     """Return the shapes of the model before wrapping, for formats that do not hold them."""
-    ties = {other: each.names[0] for each in held.parts for other in each.names[1:]}
-    tensors = {x.names[0]: StoredTensor(x.names[0], x.dtype, x.shape, ()) for x in held.parts}
+    ties = {other: each.names[0] for each in held for other in each.names[1:]}
+    tensors = {x.names[0]: StoredTensor(x.names[0], x.dtype, x.shape, ()) for x in held}
     return Archive(Path(), OF_MODEL, tensors, ties)
 
 
 # -- what is read, and what changes
 
 
-class _LoadPlan:
-    """The reads of a rank, and what ``apply`` changes with them. A tensor is taken from wherever
-    the checkpoint has it: its writer may have wrapped other modules."""
+@dataclasses.dataclass
+class _Plan:
+    """What ``apply`` reads and changes. A tensor is taken from wherever the checkpoint has it: its
+    writer may have wrapped other modules."""
 
-    def __init__(
+    model: nn.Module
+    source: Source
+    report: LoadReport
+    strict: bool
+    others: dict[str, Any] = dataclasses.field(default_factory=dict)
+    # ^ what is taken of buffers, unmanaged parameters and extra state
+    optimizer: OptimizerLoadPlan | None = None
+
+    def of_model(
         self,
-        source: Source,
-        model: nn.Module,
-        held: HeldState,
-        optimizer: torch.optim.Optimizer | None,
-        ranks: Ranks,
-        strict: bool,
-        through: torch.dtype | None = None,
-    ) -> None:
-        """Raises CheckpointError. through: round floating-point values to this dtype."""
-        self.source, self.report = source, LoadReport(source.path)
-        self._model, self._strict, self._through = model, strict, through
-        self._others: dict[str, Any] = {}  # what is taken of buffers and unmanaged parameters
-        fixed = {name for name, value in others_in(model).items() if value is not None}
-        parts = [each for each in held.parts if each.place or not fixed.isdisjoint(each.names)]
-        taken = [each for each in parts if self._takes(each)]
-        for each in taken:
-            self._plan_part(each)
+        held: Sequence[HeldPart],
+        unmanaged: Mapping[str, Any],
+        has_optimizer: bool,
+        through: torch.dtype | None,
+    ) -> list[HeldPart]:
+        """Plan to load the model; return the parts that are. Raises CheckpointError unless it fits.
+        through: round floating-point values to this dtype."""
+        source, strict, report, saved = self.source, self.strict, self.report, self.source.values
+        fixed = {name for name, value in others_in(self.model).items() if value is not None}
+        held = [each for each in held if each.group or not fixed.isdisjoint(each.names)]
+        fit = Fit()
+        taken = fit.take(held, saved, _difference)
+        report.missing += (n for n in fit.missing if not (strict and may_be_missing(n)))
+        report.mismatched |= fit.wrong
+        for each, stored in taken:
+            target = each.values
+            if each.group is None:
+                # The state dict may hold a copy in another dtype than the module computes with.
+                target = torch.empty_like(each.values, device="cpu")
+                self.others.update(dict.fromkeys(each.names, target.view(each.shape)))
+            source.plan(stored, each.boxes(target), through)
         # What modules load in their own way keeps the shape that it was saved in.
-        free = {name: value for name, value in held.unmanaged.items() if name not in fixed}
-        free.update((n, None) for n in absent_buffers(model) if n in source.names)
-        self._plan_free(free)
-        known = {*held.unmanaged, *free, *(name for each in parts for name in each.names)}
-        self.report.unexpected += [name for name in source.names if name not in known]
-        strange = source.strange_states() if optimizer is not None else []
-        self.report.unexpected += [f"{n} (optimizer state)" for n in strange if n not in known]
-        self._require_fit(bool(taken or self._others))
-        left = {*self.report.missing, *self.report.mismatched}
-        self._of_optimizer: OptimizerLoadPlan | None = None
-        if optimizer is not None:
-            plan = OptimizerLoadPlan(source, model, optimizer, taken, left, strict)
-            self._of_optimizer = plan
-            self.report.settings_kept = plan.settings_kept
-            self.report.state_kept = [] if strict else plan.state_kept
-        self.report.extra = source.planned(source.extra(ranks))
-
-    def apply(self, shown: bool) -> LoadReport:
-        """Change the model and the optimizer."""
-        with torch.no_grad():
-            self.source.read(shown)
-        load_unmanaged(self._model, self._others)
-        if self._of_optimizer is not None:
-            self._of_optimizer.apply()
-            warn_of_left_out(
-                self.source.left_out(), "were not saved; the optimizer keeps its own", stacklevel=4
-            )
-        return self.report
-
-    def _stored(self, held: HeldPart) -> dict[str, Any]:
-        """Return what the checkpoint has under the names of a tensor, tied values once."""
-        found: dict[str, Any] = {}
-        for name in [name for name in held.names if name in self.source.names]:
-            value = self.source.value(name)
-            if all(value is not other for other in found.values()):
-                found[name] = value
-        return found
-
-    def _takes(self, held: HeldPart) -> bool:
-        """Return whether the checkpoint has a tensor that fits; report it if not."""
-        stored = self._stored(held)
-        if not stored and not (self._strict and may_be_missing(held.names[0])):
-            self.report.missing.append(held.names[0])
-        wrong = {name: how for name, value in stored.items() if (how := _mismatch(value, held))}
-        self.report.mismatched.update(wrong)
-        return bool(stored) and not wrong
-
-    def _plan_part(self, held: HeldPart) -> None:
-        """Read a part into its place; of an unmanaged tensor, into new memory. Of tied tensors that
-        differ in the checkpoint, the last one is taken, as ``load_state_dict`` does."""
-        target = held.values
-        if held.place is None:
-            # The state dict may hold a copy in another dtype than the module computes with.
-            target = torch.empty_like(held.values, device="cpu")
-            self._others.update(dict.fromkeys(held.names, target.view(held.shape)))
-        *_, stored = self._stored(held).values()
-        self.source.plan(stored, held.boxes(target), self._through)
-
-    def _plan_free(self, free: dict[str, Any]) -> None:
-        """Plan extra state, and tensors of any shape."""
-        is_of_tensors = "safetensors" in self.source.archive.kind
-        for name, value in free.items():
-            if name in self.source.names:
-                self._others[name] = self.source.planned(self.source.value(name))
-            elif isinstance(value, torch.Tensor) or not (self._strict and is_of_tensors):
-                self.report.missing.append(name)
-
-    def _require_fit(self, takes_any: bool) -> None:
-        """Raise CheckpointError unless the checkpoint fits; not strict: in part."""
-        strict = self._strict
-        if not self.report.is_complete and (strict or not takes_any):
+        free = {name: value for name, value in unmanaged.items() if name not in fixed}
+        free |= {name: None for name in absent_buffers(self.model) if name in saved}
+        self.others |= {name: source.planned(saved[name]) for name in free if name in saved}
+        is_of_tensors = strict and "safetensors" in source.archive.kind
+        report.missing += (
+            name
+            for name, value in free.items()
+            if name not in saved and not (is_of_tensors and not isinstance(value, torch.Tensor))
+        )
+        known = {*unmanaged, *free, *(name for each in held for name in each.names)}
+        strange = source.strange_states() if has_optimizer else []
+        report.unexpected += (name for name in saved if name not in known)
+        report.unexpected += (f"{n} (optimizer state)" for n in strange if n not in known)
+        if not report.is_complete and (strict or not (taken or self.others)):
             what = "The checkpoint does not fit" if strict else "Nothing in the checkpoint fits"
             more = ", or strict=False to load what fits" if strict else ""
             raise CheckpointError.of(
                 f"{what} the model.",
                 expected="the names and shapes of the model's parameters and buffers, and "
                 "dtypes that convert to theirs",
-                got=str(self.report),
-                where=str(self.source.path),
+                got=str(report),
+                where=str(source.path),
                 fix="build the model that was saved; or pass to checkpoint.load(path, ...) rename, "
                 f"a function from a name in the checkpoint to the name in the model{more}; modules "
                 "with load_state_dict hooks take other names in model.load_state_dict()",
             )
+        return [each for each, _ in taken]
+
+    def of_optimizer(self, optimizer: torch.optim.Optimizer, taken: Sequence[HeldPart]) -> None:
+        """Plan to load the optimizer. taken: the parts that are loaded. Raises CheckpointError."""
+        report, left = self.report, {*self.report.missing, *self.report.mismatched}
+        plan = OptimizerLoadPlan(self.source, self.model, optimizer, taken, left, self.strict)
+        report.settings_kept, self.optimizer = plan.settings_kept, plan
+        report.state_kept = [] if self.strict else plan.state_kept
+
+    def apply(self, shown: bool) -> LoadReport:
+        """Change the model and the optimizer."""
+        with torch.no_grad():
+            self.source.read(shown)
+        load_unmanaged(self.model, self.others)
+        if self.optimizer is not None:
+            self.optimizer.apply()
+            warn_of_left_out(
+                self.source.left_out(), "were not saved; the optimizer keeps its own", stacklevel=4
+            )
+        return self.report
 
 
-def _mismatch(stored: Any, held: HeldPart) -> str:
+def _difference(held: HeldPart, name: str, stored: Any) -> str:
     """Return how a saved value differs from a tensor of the model, or ""."""
     if not isinstance(stored, StoredTensor):
         return "not a tensor in the checkpoint"
-    if stored.shape != held.shape:
+    if not same_shape(stored.shape, held.shape):
         return f"shape {list(stored.shape)} in the checkpoint, {list(held.shape)} in the model"
     if not torch.can_cast(stored.dtype, held.dtype):  # a fraction or imaginary part is lost
         return f"{stored.dtype} in the checkpoint, {held.dtype} in the model"

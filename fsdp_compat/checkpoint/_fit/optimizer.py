@@ -13,6 +13,7 @@ from ... import _torch_private
 from ..._archive.archive import is_count, is_per_element
 from ..._engine.group import Group
 from ..._layout.box import Box
+from ..._state.held import HeldPart, of_whole
 from ..._state.optim_contents import (
     CompositeOptimizer,
     NumberedState,
@@ -32,7 +33,6 @@ from ..._state.optim_fit import (
 from ..._state.units import names_before, units_of
 from ..._text import joined
 from ...errors import CheckpointError
-from .._live.model import HeldPart, of_whole
 from .._live.optimizers import classes_of
 from .source import Source
 
@@ -131,7 +131,7 @@ class OptimizerLoadPlan:
 
     def _plan_states(self, taken: Sequence[HeldPart], groups: Sequence[Group]) -> None:
         source, owned, parts = self._source, self._owned, self._parts
-        managed = {held.names[0]: held for held in taken if held.place is not None}
+        managed = {held.names[0]: held for held in taken if held.group is not None}
         for param in owned.numbers:
             contents = owned.held[param]
             inside = dict[str, HeldPart]()

@@ -6,7 +6,8 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from ..._archive.archive import (
     Archive,
     Checksum,
+    Chunk,
     Span,
     StoredPiece,
     StoredTensor,
@@ -26,6 +28,7 @@ from ..._archive.walk import leaves, map_values
 from ..._engine.state_store import store_of
 from ..._layout.box import Box
 from ..._progress import progress_bar
+from ..._state.held import HeldPart
 from ...errors import CheckpointError
 from .._arguments import Rename, renamed
 from .._formats.manifest import MANIFEST, file_name
@@ -33,59 +36,64 @@ from .._formats.native import EXTRA, EXTRA_STATE, NativeCheckpoint
 from .._formats.optimizer_tree import name_optimizer
 from .._formats.recognition import open_archive
 from .._formats.tree import without_ddp
-from .._live.model import HeldPart
 from .._ranks.ranks import Ranks
 
+_OPENED_CHUNKS = 8  # most of a tensor's, to tell copies apart: ranks open those they read, too
 _SAMPLED_PARTS = 64  # of a tensor without checksums, so that what one step changes is seen
 
 
 class Source:
     """What a checkpoint holds, by the names of the model, and what this rank reads of it. Reads are
-    collected first; then ``check`` verifies their checksums, and ``read`` carries them out."""
+    collected first; then ``check`` verifies their checksums, and ``read`` carries them out.
 
-    def __init__(self, archive: Archive, rename: Rename | None, call: str) -> None:
-        self.archive, self.path = archive, archive.path
+    native: the checkpoint, if it is one: what each rank's file has is read as needed."""
+
+    def __init__(self, archive: Archive, native: NativeCheckpoint | None = None) -> None:
+        self.archive, self.path, self._native = archive, archive.path, native
         self.files = Files(archive.checksums, compares_records=False)
         self.reads: list[Read] = []
-        names = [*archive.tensors, *archive.aliases, *self._extra_state()]
-        self._users = {n: state[None] for n, state in archive.states.items() if is_user(state)}
-        states = [n for n in [*archive.states, *self._state_names()] if n not in self._users]
-        # Names of the model: those of the archive.
-        self._names = {new: old for old, new in renamed(names, rename, call).items()}
+        self.values: dict[str, Any] = {}  # StoredTensors and extra state, by the names of the model
+        self._states: dict[str, str] = {}  # by a parameter's name in the model: the archive's
+
+    def take_names(self, rename: Rename | None, call: str, is_of_ddp: bool = False) -> None:
+        """Enter the names of the model. is_of_ddp: remove DistributedDataParallel's prefix from
+        extra state. Raises UsageError for a ``rename`` that gives none."""
+        its, extra_state = self.archive, self._extra_state()
+        if is_of_ddp:
+            extra_state = {
+                re.sub(r"^(module\.)+", "", n): value for n, value in extra_state.items()
+            }
+        tensors = its.tensors | {name: its.tensors[first] for name, first in its.aliases.items()}
+        new_names = renamed([*tensors, *extra_state], rename, call)
+        self.values = {new: (extra_state | tensors)[old] for old, new in new_names.items()}
+        states = [n for n in self._state_names() if not is_user(its.states.get(n, {}))]
         self._states = {new: old for old, new in renamed(states, rename, call).items()}
         with_state = {*states}
-        for new, old in self._names.items():
-            if (first := archive.aliases.get(old)) in with_state:
+        for old, new in new_names.items():
+            if (first := its.aliases.get(old)) in with_state:
                 self._states.setdefault(new, first)
 
-    def _state_names(self) -> Iterable[str]:
-        groups = self.archive.param_groups or ()
-        return (name for group in groups for name in group["params"])
+    def _state_names(self) -> Iterator[str]:
+        """Yield the archive's names of parameters with states or settings, and of other states."""
+        yield from self.archive.states
+        if self._native is not None:
+            yield from self._native.head(self._native.manifest.common).other_states
+        for group in self.archive.param_groups or ():
+            yield from group["params"]
 
     # -- what there is
 
-    @property
-    def names(self) -> KeysView[str]:
-        """The names of the model's tensors and extra state."""
-        return self._names.keys()
-
-    def value(self, name: str) -> Any:
-        """Return a StoredTensor, or a module's extra state, by a name of the model."""
-        name = self._names[name]
-        name = self.archive.aliases.get(name, name)
-        tensor = self.archive.tensors.get(name)
-        return self._extra_state()[name] if tensor is None else tensor
-
     def _extra_state(self) -> dict[str, Any]:
-        found = self.archive.extra.get(EXTRA_STATE)
-        if isinstance(found, dict):
+        """Return the extra state of modules, by name."""
+        its = self.archive.extra
+        if isinstance(found := its.get(EXTRA_STATE), dict):
             return found
-        inside = [value for value in self.archive.extra.values() if isinstance(value, dict)]
+        inside = (its, *(value for value in its.values() if isinstance(value, dict)))
         return {
-            key: value
-            for some in (self.archive.extra, *inside)
-            for key, value in some.items()
-            if isinstance(key, str) and key.rpartition(".")[2] == "_extra_state"
+            name: value
+            for some in inside
+            for name, value in some.items()
+            if isinstance(name, str) and name.rpartition(".")[2] == "_extra_state"
         }
 
     def param_groups(self) -> list[dict[str, Any]] | None:
@@ -104,16 +112,12 @@ class Source:
         ]
 
     def number_optimizer(self, names: Sequence[Sequence[str]]) -> None:
-        """Name the saved optimizer's numbered parameters in this order. Raises CheckpointError."""
-        archive = self.archive
-        groups = archive.param_groups or []
-        sizes = [[len(group["params"]) for group in groups], [len(group) for group in names]]
-        known = {new: self.value(new) for new in self._names}
-        shapes = {n: its.shape for n, its in known.items() if isinstance(its, StoredTensor)}
+        """Name the saved optimizer's numbered parameters, in groups of the same sizes, in this
+        order. Raises CheckpointError."""
+        tensors = {n: each for n, each in self.values.items() if isinstance(each, StoredTensor)}
+        shapes = {name: each.shape for name, each in tensors.items()}
         try:
-            if sizes[0] != sizes[1]:
-                raise ValueError(f"groups of {sizes[0]} parameters for groups of {sizes[1]}")
-            name_optimizer(archive, [name for group in names for name in group], shapes)
+            name_optimizer(self.archive, [name for group in names for name in group], shapes)
         except ValueError as error:
             raise CheckpointError.of(
                 "The optimizer state is numbered, and does not fit the optimizer.",
@@ -122,16 +126,30 @@ class Source:
                 where=str(self.path),
                 fix="build the optimizer as it was when it was saved, or pass optimizer=None",
             ) from error
-        self._states = {name: name for name in [*archive.states, *self._state_names()]}
+        self._states = {name: name for name in self._state_names()}
+
+    def _state_name(self, held: HeldPart) -> str | None:
+        return next((self._states[name] for name in held.names if name in self._states), None)
 
     def state_of(self, held: HeldPart) -> dict[Any, Any]:
         """Return the optimizer state of a parameter, by key."""
-        name = self._state_name(held)
-        return {} if name is None else self._state(name)
+        if (name := self._state_name(held)) is None:
+            return {}
+        native = self._native
+        return self.archive.states.get(name, {}) if native is None else native.state_of(name)
+
+    def rank_local_states(self, held: HeldPart) -> dict[Any, Any]:
+        """Return the states that fit only this rank's part of a parameter."""
+        if self._native is None or (name := self._state_name(held)) is None:
+            return {}
+        share = None if held.group is None else held
+        is_flattened = held.group is not None and store_of(held.group).is_flattened
+        return self._native.rank_local_states(name, share, is_flattened)
 
     def user_states(self) -> dict[str, Any]:
         """Return the states that belong to no parameter."""
-        return {name: self.planned(value) for name, value in self._users.items()}
+        its = self.archive.states
+        return {n: self.planned(state[None]) for n, state in its.items() if is_user(state)}
 
     def with_state(self) -> set[str]:
         """Return the parameters, of formats other than the native one, that have a state."""
@@ -142,24 +160,18 @@ class Source:
         strange = {*self.archive.strange_states}
         return [new for new, old in self._states.items() if old in strange]
 
-    def _state_name(self, held: HeldPart) -> str | None:
-        return next((self._states[name] for name in held.names if name in self._states), None)
-
-    def _state(self, name: str) -> dict[Any, Any]:
-        return self.archive.states.get(name, {})
-
-    def rank_local_states(self, held: HeldPart) -> dict[Any, Any]:
-        """Return the states that fit only this rank's part of a parameter."""
-        return {}
-
     def extra(self, ranks: Ranks) -> Any:
         """Return everything that is neither model nor optimizer: None if there is nothing."""
+        if self._native is not None:
+            manifest = self._native.manifest
+            number = ranks.number if len(manifest.files) == ranks.count else 0
+            return self._native.extra_of(manifest.common if manifest.shares_extra else number)
         values = {key: value for key, value in self.archive.extra.items() if key != EXTRA_STATE}
         return values.get(EXTRA) if values.keys() == {EXTRA} else values or None
 
     def left_out(self) -> list[str]:
         """Return what was not saved, according to what was read so far."""
-        return []
+        return [] if self._native is None else self._native.left_out()
 
     # -- what is read
 
@@ -171,6 +183,8 @@ class Source:
     ) -> None:
         """Read boxes of a tensor to their places."""
         for box, target in boxes:
+            if not box.sizes:  # the tensor may have shape (1,) where it was saved
+                box, target = Box.of_whole(tensor.shape), target.view(tensor.shape)
             self.reads += reads_of(tensor, box, target, through)
 
     def plan_zeros(self, target: torch.Tensor) -> None:
@@ -190,10 +204,12 @@ class Source:
     def copy(self) -> tuple[str, int, int]:
         """Return the name of this rank's copy of the files, of which inode times cannot be copied;
         and the bytes of the zip records to read, and of all."""
+        if self._native is not None:
+            return self._native.manifest.identity, 0, 0
         paths = {piece.path for piece in self._pieces() if piece.path is not None}
         facts = map(os.stat, sorted({self.path, *paths}))
         name = repr([(its.st_ino, its.st_size, its.st_mtime_ns, its.st_ctime_ns) for its in facts])
-        own = sum(each.nbytes for _, each in self._records_to_read())
+        own = sum(each.nbytes for _, each in _records(each.source for each in self.reads))
         total = sum(nbytes for nbytes, *_ in self._records_of_all())
         return hashlib.sha256(name.encode()).hexdigest(), own, total
 
@@ -203,7 +219,7 @@ class Source:
         compare the rest. Return what tells the content of several copies apart."""
         alike = [rank for rank, (name, *_) in enumerate(copies) if name == copies[number][0]]
         shares = max(copies[rank][1] for rank in alike) * len(alike) > copies[number][2]
-        records = self._records_to_read()
+        records = _records(each.source for each in self.reads)
         if shares:
             of_all = self._records_of_all()
             own = sorted(of_all)[alike.index(number) :: len(alike)]
@@ -213,7 +229,9 @@ class Source:
             self.files.check(self.reads, tick)
             for path, checksum in records:
                 self.files.compare(path, checksum, tick)
-        return self._content() if len(alike) < len(copies) else ""
+        if len(alike) == len(copies):
+            return ""
+        return self._content() if self._native is None else self._native.manifest.identity
 
     def _content(self) -> str:
         """Return a digest of all plain values, and of the checksums or a sample of tensors."""
@@ -221,10 +239,13 @@ class Source:
         for leaf in leaves([its.tensors, its.aliases, its.states, its.param_groups, its.extra]):
             value: Any = leaf[1]
             if isinstance(value, StoredTensor):
-                found = [getattr(piece.source, "checksum", None) for piece in value.pieces]
+                pieces = [*value.pieces]
+                are_open = not any(isinstance(piece.place, Chunk) for piece in pieces)
+                some = pieces if are_open else pieces[:: len(pieces) // _OPENED_CHUNKS + 1]
+                found = [getattr(piece.source, "checksum", None) for piece in some]
                 known: Any = [each.crc32 for each in found if each]
                 known = known if all(found) else sample(value, self.files, _SAMPLED_PARTS)
-                value = value.dtype, value.shape, [piece.box for piece in value.pieces], known
+                value = value.dtype, value.shape, [piece.box for piece in pieces], known
             elif isinstance(value, io.BytesIO):
                 value = value.getvalue()
             elif isinstance(value, (set, frozenset)):
@@ -239,9 +260,6 @@ class Source:
         """Return a piece of each zip record and unopened chunk, by what they are to all ranks."""
         return {piece.record: piece for piece in self._pieces() if piece.record is not None}
 
-    def _records_to_read(self) -> list[tuple[Path, Checksum]]:
-        return _records(each.source for each in self.reads)
-
     def read(self, shown: bool) -> None:
         """Read everything. Raises CheckpointError if the files changed after ``check``."""
         total = sum(each.target.numel() * each.dtype.itemsize for each in self.reads)
@@ -255,43 +273,6 @@ class Source:
     @property
     def _title(self) -> str:
         return "weights" if self.archive.step is None else f"step {self.archive.step}"
-
-
-class NativeSource(Source):
-    """A native checkpoint. Of its files, a rank reads the heads of those that hold its own part."""
-
-    def __init__(self, path: Path, rename: Rename | None, call: str) -> None:
-        self._checkpoint = NativeCheckpoint(path)
-        super().__init__(self._checkpoint.outline(), rename, call)
-
-    def copy(self) -> tuple[str, int, int]:
-        return self._content(), 0, 0  # there are no zip records
-
-    def _content(self) -> str:
-        return self._checkpoint.manifest.identity
-
-    def _state_names(self) -> Iterable[str]:
-        common = self._checkpoint.head(self._checkpoint.manifest.common)
-        return (*common.other_states, *super()._state_names())
-
-    def _state(self, name: str) -> dict[Any, Any]:
-        return self._checkpoint.state_of(name)
-
-    def rank_local_states(self, held: HeldPart) -> dict[Any, Any]:
-        name = self._state_name(held)
-        if name is None:
-            return {}
-        is_flattened = held.place is not None and store_of(held.place[0].group).is_flattened
-        share = held if held.place is not None else None
-        return self._checkpoint.rank_local_states(name, share, is_flattened)
-
-    def extra(self, ranks: Ranks) -> Any:
-        manifest = self._checkpoint.manifest
-        number = ranks.number if len(manifest.files) == ranks.count else 0
-        return self._checkpoint.extra_of(manifest.common if manifest.shares_extra else number)
-
-    def left_out(self) -> list[str]:
-        return self._checkpoint.left_out()
 
 
 def _records(sources: Iterable[Any]) -> list[tuple[Path, Checksum]]:
@@ -312,11 +293,14 @@ def open_source(
     path = path.parent if path.name == MANIFEST else path
     is_native = (path / MANIFEST).exists() or (path / file_name(0)).exists()
     if is_native or not path.exists():  # which raises
-        return NativeSource(path, rename, call)
+        native = NativeCheckpoint(path)
+        source = Source(native.outline(), native)
+        source.take_names(rename, call)
+        return source
     known = shapes()
-    archive = open_archive(path, known, ignore_class, keep_module=True)
-    source = Source(archive, rename, call)
-    if not source.names & known.tensors.keys():
-        without_ddp(archive)
-        source = Source(archive, rename, call)
+    source = Source(open_archive(path, known, ignore_class, keep_module=True))
+    source.take_names(rename, call)
+    if not source.values.keys() & known.tensors.keys():
+        without_ddp(source.archive)
+        source.take_names(rename, call, is_of_ddp=True)
     return source

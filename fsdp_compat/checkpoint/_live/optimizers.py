@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,11 +15,10 @@ from ..._engine.group import Group
 from ..._state.optim_agreement import OptimizerFacts, describe, global_rank, require_alike
 from ..._state.optim_contents import ParamOwnership, inner_optimizers, ownership_of
 from ..._state.optim_fit import differing_settings
-from ..._state.units import units_of
+from ..._state.units import tensor_parallel_axes, units_of
 from ..._text import joined
 from ...errors import RuntimeUsageError, UsageError
 from .._ranks.ranks import Ranks
-from .model import tensor_parallel_axes
 
 
 class SharedOptimizer:
@@ -65,6 +65,16 @@ class SharedOptimizer:
                 where=ranks.call,
                 fix="pass the model's optimizer on every rank",
             )
+
+
+def warn_of_left_out(names: Sequence[str], what: str, stacklevel: int) -> None:
+    if names:
+        warnings.warn(
+            f"Optimizer states and settings that only pickle could save {what}: "
+            f"{', '.join(names)}. A checkpoint holds numbers, strings, tensors, and containers of "
+            "these.",
+            stacklevel=stacklevel,
+        )
 
 
 def classes_of(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:

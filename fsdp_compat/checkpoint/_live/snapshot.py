@@ -9,7 +9,6 @@ parameters."""
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import nn
 from ... import _torch_private
 from ..._archive.walk import LEFT_OUT
 from ..._engine.state_store import store_of
-from ..._state.model_state import unmanaged_state
+from ..._state.held import unmanaged_state
 from ..._state.optim_contents import HeldStates, Kinds, StateKind, classify_all, ownership_of
 from ..._state.optimizer_checks import cut_state
 from ..._state.rank_local import warn_of_layout
@@ -28,7 +27,7 @@ from ...errors import UsageError
 from .._formats.native import RankFile
 from .._formats.writers import FilePart
 from .model import NamedGroup
-from .optimizers import classes_of
+from .optimizers import classes_of, warn_of_left_out
 from .staging import stage
 from .values import Put, encode, tensor_as_text
 
@@ -176,16 +175,6 @@ def _settings(snapshot: Snapshot, group: Mapping[str, Any], number: int) -> Any:
         is not LEFT_OUT
     }
     return encode(kept, f"parameter group {number}", tensor_as_text)
-
-
-def warn_of_left_out(names: Sequence[str], what: str, stacklevel: int) -> None:
-    if names:
-        warnings.warn(
-            f"Optimizer states and settings that only pickle could save {what}: "
-            f"{', '.join(names)}. A checkpoint holds numbers, strings, tensors, and containers of "
-            "these.",
-            stacklevel=stacklevel,
-        )
 
 
 def _states(

@@ -20,10 +20,9 @@ from ..._comm.communicator import communicator
 from ..._comm.mesh import Axis, Mesh
 from ..._engine import rendezvous
 from ..._state.optim_contents import require_units
-from ..._state.units import ModelUnit, model_units_in, runtimes_of
+from ..._state.units import ModelUnit, model_units_in, runtimes_of, tensor_parallel_axes
 from ...errors import CheckpointError, StateError, UsageError, wrong_type
 from .. import _background as background
-from .._live.model import tensor_parallel_axes
 from .mailbox import RankLost, StoreMailbox
 from .processes import Members, own_facts
 
