@@ -40,14 +40,16 @@ class Ranks:
     have_agreed: bool = False  # at least once in this call
 
     @contextlib.contextmanager
-    def taking_part(self) -> Iterator[None]:
-        """Wrap the call: if this rank leaves it with an error, the others stop waiting for it."""
+    def taking_part(self, ends_call: bool = True) -> Iterator[None]:
+        """Wrap the call: if this rank leaves it with an error, the others stop waiting for it.
+        ends_call: False for a part of a call, after which this rank goes on with it."""
         try:
             yield
         except BaseException as error:
             self.mailbox.leave(error)
+            self.mailbox.close()
             raise
-        finally:
+        if ends_call:
             self.mailbox.close()
 
     def exchange(self, value: object) -> list[Any]:
