@@ -16,12 +16,13 @@ import torch.distributed as dist
 from torch import nn
 
 from ... import _torch_private
+from ..._comm.agreement import raise_together, told
 from ..._comm.communicator import communicator
 from ..._comm.mesh import Axis, Mesh
 from ..._engine import rendezvous
 from ..._state.optim_contents import require_units
 from ..._state.units import ModelUnit, model_units_in, runtimes_of
-from ...errors import CheckpointError, StateError, UsageError, wrong_type
+from ...errors import CheckpointError, StateError, wrong_type
 from .. import _background as background
 from .._live.model import tensor_parallel_axes
 from .mailbox import RankLost, StoreMailbox
@@ -88,20 +89,15 @@ class Ranks:
         earlier ``async_save`` failed and was not reported. Collective."""
         unreported = {} if self.have_agreed else background.unreported()
         self.have_agreed = True
-        told = None if problem is None else (type(problem).__name__, str(problem))
-        answers = self.exchange((told, value if problem is None else None, unreported))
-        earlier = {identity: text for _, _, failed in answers for identity, text in failed.items()}
-        problems = {n: there for n, (there, _, _) in enumerate(answers) if there is not None}
-        if earlier or problems:
+        own = told(problem), value if problem is None else None, unreported
+        problems, values, failed = zip(*self.exchange(own), strict=True)
+        earlier = {identity: text for each in failed for identity, text in each.items()}
+        if earlier or any(problems):
             self.mailbox.close()
         if earlier:
             raise background.report_failed(earlier, self.call) from problem
-        if problem is not None:
-            raise problem
-        for number, (name, text) in problems.items():
-            kind = UsageError if name.endswith("UsageError") else CheckpointError
-            raise kind(f"{self.call}, on rank {number} of {self.count}: {text}")
-        return [value_there for _, value_there, _ in answers]
+        raise_together(problem, problems, self.call)
+        return list(values)
 
     @contextlib.contextmanager
     def agreeing(self, what: str, path: object, state: str) -> Iterator[Agreement]:
