@@ -18,6 +18,7 @@ from torch import nn
 
 from ... import _torch_private
 from ..._archive.walk import LEFT_OUT
+from ..._engine.device import has_streams
 from ..._engine.state_store import store_of
 from ..._state.model_state import unmanaged_state
 from ..._state.optim_contents import HeldStates, Kinds, StateKind, classify_all, ownership_of
@@ -137,9 +138,10 @@ def _add_optimizer(
     current = [p for p in ownership.numbers if not ownership.is_vacant(p)]
     held = HeldStates(ownership, {p: optimizer.state[p] for p in current if optimizer.state.get(p)})
     kinds = classify_all(held.of_shards, tells_0d=True)
+    scalars = _scalars(held, kinds)
     written = [named for named in groups if named.is_written_here]
     for named in written:
-        states = _states(snapshot, named, held, kinds)
+        states = _states(snapshot, named, held, kinds, scalars)
         snapshot.add_states(named.name, named.numel, len(named.params), states)
     rank_local = [
         f"{named.names(named.params[number])[0]}.{key}"
@@ -188,8 +190,29 @@ def warn_of_left_out(names: Sequence[str], what: str, stacklevel: int) -> None:
         )
 
 
+_Scalars = dict[tuple[nn.Parameter, Any], Any]  # by parameter and key
+
+
+def _scalars(held: HeldStates, kinds: Kinds) -> _Scalars:
+    """Return the states with one value per parameter. Those on a device, such as the steps of a
+    capturable optimizer, come to the CPU together, so that the host waits once."""
+    found: _Scalars = {}
+    on_device: dict[Any, list[tuple[nn.Parameter, Any]]] = {}
+    for param, its in kinds.items():
+        for key in [key for key, kind in its.items() if kind is StateKind.SCALAR]:
+            value = found[param, key] = held.states[param][key]
+            if isinstance(value, torch.Tensor):
+                value = found[param, key] = _torch_private.local_part(value).detach()
+                if has_streams(value.device):
+                    on_device.setdefault((value.device, value.dtype), []).append((param, key))
+    for places in on_device.values():
+        values = torch.stack([found[place] for place in places]).cpu()
+        found.update(zip(places, values, strict=True))
+    return found
+
+
 def _states(
-    snapshot: Snapshot, named: NamedGroup, held: HeldStates, kinds: Kinds
+    snapshot: Snapshot, named: NamedGroup, held: HeldStates, kinds: Kinds, scalars: _Scalars
 ) -> Iterator[tuple[Any, Sequence[int], Any]]:
     """Yield the states of one group for ``add_states``. Rank-local ones go to the head."""
     store = store_of(named.group)
@@ -197,6 +220,11 @@ def _states(
         numbers = [index - named.section.first_param for index in indices]
         for key, kind in kinds.get(param, {}).items():
             name = f"{named.names(indices[0])[0]}.{key}"
+            if kind is StateKind.SCALAR:
+                encoded = snapshot.encoded(name, key, scalars[param, key], tensor_as_text)
+                if encoded is not LEFT_OUT:
+                    yield key, numbers, encoded
+                continue
             value = held.states[param][key]
             if isinstance(value, torch.Tensor):  # of a DTensor: this rank's part
                 value = _torch_private.local_part(value)
@@ -206,11 +234,8 @@ def _states(
                     start = store.part_in_shard(indices[0]).start - named.section.start
                 yield key, numbers, FilePart(start, value.detach().reshape(-1))
                 continue
-            is_scalar = kind is StateKind.SCALAR
-            put = tensor_as_text if is_scalar else snapshot.under("own", named.name, str(key))
+            put = snapshot.under("own", named.name, str(key))
             encoded = snapshot.encoded(name, key, value, put)
-            if is_scalar and encoded is not LEFT_OUT:
-                yield key, numbers, encoded
-            elif encoded is not LEFT_OUT:
+            if encoded is not LEFT_OUT:
                 own = snapshot.head.own.setdefault(named.name, [])
                 own.append((numbers[0], key, encoded))
