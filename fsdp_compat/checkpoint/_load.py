@@ -12,6 +12,7 @@ changes between the two, the error says that a part was loaded."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import os
 import warnings
@@ -232,17 +233,20 @@ def _load(
             errors.require_bools(call, strict=strict)
             run = Run(Path(path))
             agreement.own = offer_of(run, not is_required)
+        manifest = None  # of a native checkpoint, if it was read
         if None not in agreement.by_rank:
             path = newest_of_all(run, ranks, agreement.by_rank)
             if path is None:
                 return None
+            manifest = run.newest
         with ranks.agreeing(unreadable, path, "nothing was loaded") as agreement:
             require_rest(units, call)
             if optimizer is not None:
                 cut_state(optimizer)
             shared = SharedOptimizer(model, optimizer, ranks)
             held = held_state(model)
-            source = open_source(Path(path), lambda: _shapes_of(held), rename, ignore_class, call)
+            shapes = functools.partial(_shapes_of, held)
+            source = open_source(Path(path), manifest, shapes, rename, ignore_class, call)
             plan = _LoadPlan(source, model, held, optimizer, ranks, strict, dtype)
             arguments = hashlib.sha256(repr((sorted(source.names), dtype)).encode()).hexdigest()
             agreement.own = (f"{source.archive.kind} {arguments}", shared.facts(), source.copy())

@@ -30,7 +30,7 @@ from ..._progress import progress_bar
 from ...errors import CheckpointError
 from .._arguments import Rename, renamed
 from .._formats.flat_files import Shapes
-from .._formats.manifest import MANIFEST, file_name
+from .._formats.manifest import MANIFEST, Manifest, file_name, read_manifest
 from .._formats.native import EXTRA, EXTRA_STATE, NativeCheckpoint
 from .._formats.optimizer_tree import name_optimizer
 from .._formats.rank_merge import sample
@@ -263,8 +263,8 @@ class Source:
 class NativeSource(Source):
     """A native checkpoint. Of its files, a rank reads the heads of those that hold its own part."""
 
-    def __init__(self, path: Path, rename: Rename | None, call: str) -> None:
-        self._checkpoint = NativeCheckpoint(path)
+    def __init__(self, checkpoint: NativeCheckpoint, rename: Rename | None, call: str) -> None:
+        self._checkpoint = checkpoint
         super().__init__(self._checkpoint.outline(), rename, call)
 
     def copy(self) -> tuple[str, int, int]:
@@ -306,16 +306,18 @@ def _records(sources: Iterable[Any]) -> list[tuple[Path, Checksum]]:
 
 def open_source(
     path: Path,
+    manifest: Manifest | None,
     shapes: Callable[[], Shapes],
     rename: Rename | None,
     ignore_class: Collection[str],
     call: str,
 ) -> Source:
-    """Return the checkpoint at a path. shapes: of the model, for formats without."""
+    """Return the checkpoint at a path. manifest: of it, if it was read. shapes: of the model, for
+    formats without."""
     path = path.parent if path.name == MANIFEST else path
     is_native = (path / MANIFEST).exists() or (path / file_name(0)).exists()
     if is_native or not path.exists():  # which raises
-        return NativeSource(path, rename, call)
+        return NativeSource(NativeCheckpoint(path, manifest or read_manifest(path)), rename, call)
     known = shapes()
     archive = open_archive(path, known, ignore_class, keep_module=True)
     source = Source(archive, rename, call)

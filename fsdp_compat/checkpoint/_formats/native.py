@@ -76,7 +76,7 @@ def native_in(path: Path) -> Path | None:
 
 def read_native(path: Path) -> Archive:
     """Return the content of a native checkpoint."""
-    return NativeCheckpoint(path).archive()
+    return NativeCheckpoint(path, read_manifest(path)).archive()
 
 
 def files_of_native(path: Path) -> Archive:
@@ -94,8 +94,8 @@ _EntryOf = Callable[[FlatGroup, int, int], str | None]
 class NativeCheckpoint:
     """One checkpoint, as tools and ranks read it."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.manifest = path, read_manifest(path)
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path, self.manifest = path, manifest
         self.parameters = self.manifest.parameters()
         self.checksums = {
             member(path, file_name(number)): facts
@@ -105,7 +105,6 @@ class NativeCheckpoint:
         self._files = Files(self.checksums)
         self._heads: dict[int, Head] = {}
         self._infos: dict[int, dict[str, TensorInfo]] = {}  # of the files whose heads were read
-        self._present = {file.name for file in path.iterdir()}
 
     def head(self, number: int) -> Head:
         """Return a file's head. It is read once, and parsed after its checksums match."""
@@ -243,10 +242,14 @@ class NativeCheckpoint:
             axis, place = self.manifest.axes[group.axis], group.layout.params[index].in_full
             numel = group.layout.shard_numel
             with_some = axis[place.start // numel : -(-place.stop // numel)]
-            there = (n for n in (*with_some, *axis) if self._paths[n].name in self._present)
+            there = (n for n in (*with_some, *axis) if self._paths[n].name in self._names_here)
             found += [(group, index, number) for number in itertools.islice(there, 1)]
         (group, index), *_ = saved.places
         return found or [(group, index, self.manifest.axes[group.axis][0])]
+
+    @functools.cached_property
+    def _names_here(self) -> set[str]:
+        return {file.name for file in self.path.iterdir()}
 
     def _state(self, saved: SavedParameter, key: Any, dtype: torch.dtype) -> StoredTensor:
         def entry_of(group: FlatGroup, index: int, number: int) -> str | None:
