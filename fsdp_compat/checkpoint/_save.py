@@ -17,7 +17,7 @@ import threading
 import typing
 import uuid
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +110,7 @@ class AsyncSave:
     """Returned by ``async_save``: a thread writes; the process does not end before it."""
 
     def __init__(self, plan: _Plan) -> None:
-        self._identity = plan.identity
+        self._identity = plan.manifest.identity
         self._path: Path | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, args=(plan,), name="fsdp_compat save")
@@ -169,14 +169,11 @@ class _Plan:
 
     ranks: Ranks
     target: Path
-    identity: str
-    step: int
+    manifest: Manifest  # without files and owners
+    snapshot: Snapshot
     keep_last: int | None
     shows: bool
-    axes: tuple[tuple[int, ...], ...]
-    groups: tuple[FlatGroup, ...]
-    snapshot: Snapshot
-    wait_for_copy: Callable[[], object]  # of the snapshot. Raises what went wrong
+    problem: Exception | None  # of this rank: its report tells the others
 
 
 class _Proposal(typing.NamedTuple):
@@ -235,18 +232,25 @@ def _plan(
         if len({each.settings for each in proposals}) > 1:
             by_rank = ranks.exchange(snapshot.param_groups)
             snapshot.param_groups = joined_param_groups(by_rank, call)
-        return _Plan(
-            ranks,
-            target,
+        manifest = Manifest(
             proposals[0].identity,
             step,
-            keep_last,
-            progress and ranks.number == 0,
+            ranks.number,
             axes,
             described,
-            snapshot,
-            _detached(snapshot) if in_background else lambda: None,
+            (),
+            snapshot.param_groups,
+            versions(),
+            snapshot.optimizer_classes,
         )
+        problem = None
+        if in_background:
+            try:
+                snapshot.detach()
+            except Exception as error:
+                problem = error
+        shows = progress and ranks.number == 0
+        return _Plan(ranks, target, manifest, snapshot, keep_last, shows, problem)
 
 
 def _require_new(target: Path, where: str) -> None:
@@ -336,19 +340,6 @@ def _layout(
     return files, tuple(groups)
 
 
-def _detached(snapshot: Snapshot) -> Callable[[], object]:
-    """Copy what is saved, so that training may change the original; return how to wait for it."""
-    try:
-        return snapshot.detach()
-    except Exception as error:
-        problem = error  # the other ranks learn it from this rank's report
-
-    def fail() -> None:
-        raise problem
-
-    return fail
-
-
 # -- write and commit
 
 
@@ -364,7 +355,7 @@ class _Report(typing.NamedTuple):
 
 def _write(plan: _Plan) -> Path:
     """Write, and return the directory once it is complete on all ranks. Collective."""
-    writing = _Writing(plan)
+    writing = _Writing(plan, plan.problem)
     try:
         with plan.ranks.taking_part():
             writing.make_directory()
@@ -383,7 +374,7 @@ def _write(plan: _Plan) -> Path:
     # Not before: until all nodes have this checkpoint, only an older one may load.
     if writing.owned is not None and plan.keep_last is not None:
         with contextlib.suppress(OSError):  # the new checkpoint is complete all the same
-            directory.remove_older(plan.target.parent, plan.step, plan.keep_last)
+            directory.remove_older(plan.target.parent, plan.manifest.step, plan.keep_last)
     return plan.target
 
 
@@ -392,13 +383,13 @@ class _Writing:
     """What this rank has written and published of a plan."""
 
     plan: _Plan
+    problem: Exception | None
     owned: publishing.OwnedDirectory | None = None  # only on a rank that leads
     is_sole_leader: bool = True  # as far as this rank knows
-    problem: Exception | None = None
 
     @property
     def _hidden(self) -> Path:
-        return publishing.hidden_beside(self.plan.target, self.plan.identity)
+        return publishing.hidden_beside(self.plan.target, self.plan.manifest.identity)
 
     def make_directory(self) -> None:
         """Make the directory, first on the first rank, so that it leads. Collective."""
@@ -448,35 +439,28 @@ class _Writing:
 
     def _write_file(self) -> _Report:
         """Write this rank's file, unless something has failed before."""
-        plan, facts = self.plan, FileFacts(0, ())
-        head, tensors = plan.snapshot.head, plan.snapshot.tensors
-        head.identity, head.number = plan.identity, plan.ranks.number
-        nbytes = sum(math.prod(each.shape) * each.dtype.itemsize for each in tensors)
+        plan, snapshot, facts = self.plan, self.plan.snapshot, FileFacts(0, ())
+        number, title = plan.ranks.number, f"save step {plan.manifest.step}"
+        snapshot.head.identity, snapshot.head.number = plan.manifest.identity, number
+        nbytes = sum(math.prod(each.shape) * each.dtype.itemsize for each in snapshot.tensors)
         if self.problem is None:
-            path = self._hidden / publishing.CONTENT / file_name(plan.ranks.number)
+            path = self._hidden / publishing.CONTENT / file_name(number)
             try:
-                plan.wait_for_copy()
-                with progress_bar(plan.shows, f"save step {plan.step}", nbytes) as tick:
-                    facts = write_file(path, tensors, head.as_metadata(), tick)
+                snapshot.wait_for_copy()
+                with progress_bar(plan.shows, title, nbytes) as tick:
+                    facts = write_file(path, snapshot.tensors, snapshot.head.as_metadata(), tick)
             except Exception as error:
                 self.problem = error
         problem = None if self.problem is None else _named(self.problem)
-        owned = plan.snapshot.owned
-        return _Report(self.owned is not None, facts.nbytes, facts.checksums, owned, problem)
+        leads = self.owned is not None
+        return _Report(leads, facts.nbytes, facts.checksums, snapshot.owned, problem)
 
     def _commit(self, owned: publishing.OwnedDirectory, reports: list[_Report]) -> tuple[str, bool]:
         """Complete this rank's directory; return the problem, if any, and whether it is."""
         plan = self.plan
-        manifest = Manifest(
-            plan.identity,
-            plan.step,
-            plan.ranks.number,
-            plan.axes,
-            plan.groups,
-            tuple(FileFacts(report.nbytes, tuple(report.checksums)) for report in reports),
-            plan.snapshot.param_groups,
-            versions(),
-            plan.snapshot.optimizer_classes,
+        manifest = dataclasses.replace(
+            plan.manifest,
+            files=tuple(FileFacts(its.nbytes, tuple(its.checksums)) for its in reports),
             owners={name: number for number, its in enumerate(reports) for name in its.owned},
         )
         try:

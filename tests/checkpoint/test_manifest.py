@@ -83,7 +83,7 @@ def test_parts_of_a_parameter_are_found_together_and_raise_the_version(tmp_path:
         (tmp_path / MANIFEST).write_text(manifest.as_text())
         found = read_manifest(tmp_path)
         assert found == manifest
-    named = found.parameters()
+    named = found.parameters
     parameter = named["tied"]
     assert parameter is named["w"]
     assert (parameter.shape, parameter.names) == ((5, 4), ("w", "tied"))

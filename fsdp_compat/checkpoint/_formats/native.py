@@ -96,7 +96,7 @@ class NativeCheckpoint:
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path, self.manifest = path, manifest
-        self.parameters = self.manifest.parameters()
+        self.parameters = manifest.parameters
         self.checksums = {
             member(path, file_name(number)): facts
             for number, facts in enumerate(self.manifest.files)

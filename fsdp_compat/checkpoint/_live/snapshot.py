@@ -43,29 +43,25 @@ class Snapshot(RankFile):
         super().__init__()
         self.param_groups: Any = None  # of the optimizer, encoded; None without one
         self.optimizer_classes: tuple[str, ...] = ()
-        # What is not in the common part: how many tensors, and the states that this rank owns.
-        self._num_own, self._owned = 0, dict[str, list[tuple[Any, Any]]]()
-
-    @property
-    def owned(self) -> list[str]:
-        """The names of the parameters whose states are this rank's alone, whole."""
-        return list(self._owned)
+        self.owned: list[str] = []  # parameters whose states are this rank's alone, whole
+        self._num_own = 0  # of the tensors, the others are in the common part
+        self.wait_for_copy: Callable[[], object] = lambda: None
 
     def drop_common(self) -> None:
         """Leave the common part to another rank."""
         del self.tensors[self._num_own :]
-        self.head.others, self.head.other_states = {}, self._owned
+        states = self.head.other_states
+        self.head.others, self.head.other_states = {}, {name: states[name] for name in self.owned}
 
-    def detach(self) -> Callable[[], object]:
+    def detach(self) -> None:
         """Replace all values by copies on the CPU, which training does not change, and which are
-        complete after the returned function was called."""
+        complete after ``wait_for_copy``."""
         parts = [part for tensor in self.tensors for part in tensor.parts]
         values = [part.values for part in parts if isinstance(part.values, torch.Tensor)]
-        copies, wait = stage(values)
+        copies, self.wait_for_copy = stage(values)
         staged = iter(copies)
         for tensor in self.tensors:
             tensor.parts = [FilePart(part.start, next(staged)) for part in tensor.parts]
-        return wait
 
     def encoded(self, name: str, key: Any, value: Any, put: Put) -> Any:
         """Return a state or setting, encoded; LEFT_OUT, noted in the head, if it is not data."""
@@ -77,7 +73,7 @@ class Snapshot(RankFile):
 
     def add_common(self, model: nn.Module, states: Mapping[str, Mapping[Any, Any]]) -> None:
         """Add the common part. states: of unmanaged parameters, by name."""
-        self._num_own, self._owned = len(self.tensors), dict(self.head.other_states)
+        self._num_own, self.owned = len(self.tensors), list(self.head.other_states)
         self.head.others = {
             name: encode(value, name, self.under("other", name))
             for name, value in unmanaged_state(model).items()
