@@ -32,7 +32,7 @@ from ..errors import CheckpointError, UsageError
 from . import _background as background
 from ._arguments import require_arguments
 from ._folder import directory, publishing
-from ._formats.manifest import MANIFEST, FlatGroup, Manifest, file_name, versions
+from ._formats.manifest import MANIFEST, FlatGroup, Manifest, file_name
 from ._formats.writers import write_file
 from ._live.model import NamedGroup, named_groups
 from ._live.optimizers import SharedOptimizer, joined_param_groups
@@ -109,12 +109,12 @@ def async_save(
 class AsyncSave:
     """Returned by ``async_save``: a thread writes; the process does not end before it."""
 
-    def __init__(self, plan: _Plan) -> None:
-        self._identity = plan.manifest.identity
+    def __init__(self, job: _Save) -> None:
+        self._identity = job.manifest.identity
         self._path: Path | None = None
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(plan,), name="fsdp_compat save")
-        with plan.ranks.taking_part(ends_call=False):
+        self._thread = threading.Thread(target=self._run, args=(job,), name="fsdp_compat save")
+        with job.ranks.taking_part(ends_call=False):
             try:
                 background.begin(self._identity, self._thread)
                 self._thread.start()
@@ -122,9 +122,9 @@ class AsyncSave:
                 background.end(self._identity, None)
                 raise
 
-    def _run(self, plan: _Plan) -> None:
+    def _run(self, job: _Save) -> None:
         try:
-            self._path = _write(plan)
+            self._path = _write(job)
         except BaseException as error:  # raised by wait
             self._error = error
         finally:
@@ -163,19 +163,6 @@ class AsyncSave:
 # -- plan
 
 
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    """What all ranks have agreed to save, and this rank's part of it."""
-
-    ranks: Ranks
-    target: Path
-    manifest: Manifest  # without files and owners
-    snapshot: Snapshot
-    keep_last: int | None
-    shows: bool
-    problem: Exception | None  # of this rank: its report tells the others
-
-
 class _Proposal(typing.NamedTuple):
     """What one rank tells the others before they save, as a JSON list."""
 
@@ -196,7 +183,7 @@ def _plan(
     step: int,
     keep_last: int | None,
     progress: bool,
-) -> _Plan:
+) -> _Save:
     """Check the arguments, take a snapshot and agree with the other ranks. Collective.
     in_background: copy what is saved, for a thread that writes it."""
     call = "checkpoint.async_save" if in_background else "checkpoint.save"
@@ -240,8 +227,7 @@ def _plan(
             described,
             (),
             snapshot.param_groups,
-            versions(),
-            snapshot.optimizer_classes,
+            optimizer_classes=snapshot.optimizer_classes,
         )
         problem = None
         if in_background:
@@ -250,7 +236,7 @@ def _plan(
             except Exception as error:
                 problem = error
         shows = progress and ranks.number == 0
-        return _Plan(ranks, target, manifest, snapshot, keep_last, shows, problem)
+        return _Save(ranks, target, manifest, snapshot, keep_last, shows, problem)
 
 
 def _require_new(target: Path, where: str) -> None:
@@ -353,47 +339,51 @@ class _Report(typing.NamedTuple):
     problem: str | None
 
 
-def _write(plan: _Plan) -> Path:
+def _write(job: _Save) -> Path:
     """Write, and return the directory once it is complete on all ranks. Collective."""
-    writing = _Writing(plan, plan.problem)
     try:
-        with plan.ranks.taking_part():
-            writing.make_directory()
-            problems, is_complete = plan.ranks.mailbox.conclude(writing.write_and_commit)
+        with job.ranks.taking_part():
+            job.make_directory()
+            problems, is_complete = job.ranks.mailbox.conclude(job.write_and_commit)
     except RankLost as lost:
-        writing.withdraw()
-        state = "is complete" if os.path.exists(plan.target) else "is not complete"
-        raise plan.ranks.lost(lost, f"{plan.target} {state}; ") from lost
+        job.withdraw()
+        state = "is complete" if os.path.exists(job.target) else "is not complete"
+        raise job.ranks.lost(lost, f"{job.target} {state}; ") from lost
     finally:
-        plan.snapshot.tensors.clear()  # the copy may be large
-        if writing.owned is not None:
-            writing.owned.discard()
+        job.snapshot.tensors.clear()  # the copy may be large
+        if job.owned is not None:
+            job.owned.discard()
     if problems:
-        problems += "" if is_complete else writing.withdraw()
-        raise _failed(plan, problems, is_complete) from writing.problem
+        problems += "" if is_complete else job.withdraw()
+        raise _failed(job, problems, is_complete) from job.problem
     # Not before: until all nodes have this checkpoint, only an older one may load.
-    if writing.owned is not None and plan.keep_last is not None:
+    if job.owned is not None and job.keep_last is not None:
         with contextlib.suppress(OSError):  # the new checkpoint is complete all the same
-            directory.remove_older(plan.target.parent, plan.manifest.step, plan.keep_last)
-    return plan.target
+            directory.remove_older(job.target.parent, job.manifest.step, job.keep_last)
+    return job.target
 
 
 @dataclasses.dataclass
-class _Writing:
-    """What this rank has written and published of a plan."""
+class _Save:
+    """What all ranks have agreed to save, this rank's part of it, and how far it has come."""
 
-    plan: _Plan
-    problem: Exception | None
+    ranks: Ranks
+    target: Path
+    manifest: Manifest  # without files and owners
+    snapshot: Snapshot
+    keep_last: int | None
+    shows: bool
+    problem: Exception | None  # of this rank: its report tells the others
     owned: publishing.OwnedDirectory | None = None  # only on a rank that leads
     is_sole_leader: bool = True  # as far as this rank knows
 
     @property
     def _hidden(self) -> Path:
-        return publishing.hidden_beside(self.plan.target, self.plan.manifest.identity)
+        return publishing.hidden_beside(self.target, self.manifest.identity)
 
     def make_directory(self) -> None:
         """Make the directory, first on the first rank, so that it leads. Collective."""
-        ranks = self.plan.ranks
+        ranks = self.ranks
         for turn in (ranks.number == 0, ranks.number != 0):
             try:
                 if turn:
@@ -404,15 +394,15 @@ class _Writing:
                 self.problem = error
             ranks.exchange(None)
         if self.owned is None:
-            self.plan.snapshot.drop_common()
+            self.snapshot.drop_common()
 
     def write_and_commit(self) -> object:
         """Write this rank's file, and commit if this rank leads. Return on the first rank:
         (problems, whether the checkpoint is complete in spite of them)."""
-        ranks, mailbox = self.plan.ranks, self.plan.ranks.mailbox
+        ranks, mailbox = self.ranks, self.ranks.mailbox
         if self.owned is not None:
             with contextlib.suppress(OSError):
-                publishing.remove_leftovers(self.plan.target.parent, directory.STEP)
+                publishing.remove_leftovers(self.target.parent, directory.STEP)
         mailbox.post(json.dumps(self._write_file()))
         if self.owned is None and ranks.number:
             return None
@@ -439,15 +429,15 @@ class _Writing:
 
     def _write_file(self) -> _Report:
         """Write this rank's file, unless something has failed before."""
-        plan, snapshot, facts = self.plan, self.plan.snapshot, FileFacts(0, ())
-        number, title = plan.ranks.number, f"save step {plan.manifest.step}"
-        snapshot.head.identity, snapshot.head.number = plan.manifest.identity, number
+        snapshot, facts = self.snapshot, FileFacts(0, ())
+        number, title = self.ranks.number, f"save step {self.manifest.step}"
+        snapshot.head.identity, snapshot.head.number = self.manifest.identity, number
         nbytes = sum(math.prod(each.shape) * each.dtype.itemsize for each in snapshot.tensors)
         if self.problem is None:
             path = self._hidden / publishing.CONTENT / file_name(number)
             try:
                 snapshot.wait_for_copy()
-                with progress_bar(plan.shows, title, nbytes) as tick:
+                with progress_bar(self.shows, title, nbytes) as tick:
                     facts = write_file(path, snapshot.tensors, snapshot.head.as_metadata(), tick)
             except Exception as error:
                 self.problem = error
@@ -457,30 +447,29 @@ class _Writing:
 
     def _commit(self, owned: publishing.OwnedDirectory, reports: list[_Report]) -> tuple[str, bool]:
         """Complete this rank's directory; return the problem, if any, and whether it is."""
-        plan = self.plan
         manifest = dataclasses.replace(
-            plan.manifest,
+            self.manifest,
             files=tuple(FileFacts(its.nbytes, tuple(its.checksums)) for its in reports),
             owners={name: number for number, its in enumerate(reports) for name in its.owned},
         )
         try:
             publishing.write_text(owned.content / MANIFEST, manifest.as_text())
-            owned.publish(plan.target)
+            owned.publish(self.target)
         except (OSError, UsageError) as error:
-            return f"rank {plan.ranks.number}: {_named(error)}", owned.is_published
+            return f"rank {self.ranks.number}: {_named(error)}", owned.is_published
         return "", True
 
     def withdraw(self) -> str:
         """Remove what this rank published if other leaders failed. Return the problem, if any."""
         if self.owned is not None and self.owned.is_published and not self.is_sole_leader:
             try:
-                publishing.remove(self.plan.target)
+                publishing.remove(self.target)
             except OSError as error:
                 return f"; this node's part could not be removed: {_named(error)}"
         return ""
 
 
-def _failed(plan: _Plan, problems: str, is_complete: bool) -> CheckpointError:
+def _failed(job: _Save, problems: str, is_complete: bool) -> CheckpointError:
     what = "The checkpoint could not be saved."
     fix = "check the folder, free space and permissions; earlier checkpoints are unchanged"
     if is_complete:
@@ -488,9 +477,9 @@ def _failed(plan: _Plan, problems: str, is_complete: bool) -> CheckpointError:
         fix = "check the disk for errors; no older checkpoint was removed"
     return CheckpointError.of(
         what,
-        expected=f"all {plan.ranks.count} ranks to write their files, durably",
+        expected=f"all {job.ranks.count} ranks to write their files, durably",
         got=problems,
-        where=str(plan.target),
+        where=str(job.target),
         fix=fix,
     )
 

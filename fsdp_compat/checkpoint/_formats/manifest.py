@@ -126,7 +126,7 @@ class Manifest:
     groups: tuple[FlatGroup, ...]
     files: tuple[FileFacts, ...]  # by number
     param_groups: Any  # of the optimizer, encoded, with parameter names; None: saved without one
-    written_by: dict[str, str]  # versions
+    written_by: dict[str, str] = dataclasses.field(default_factory=versions)
     # The class of the optimizer and those that it inherits from; empty: not known.
     optimizer_classes: tuple[str, ...] = ()
     shares_extra: bool = False  # the extra values in the common file are those of all ranks

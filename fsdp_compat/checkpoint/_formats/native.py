@@ -11,7 +11,7 @@ import itertools
 import json
 import re
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,6 @@ from .manifest import (
     StateTensor,
     file_name,
     read_manifest,
-    versions,
 )
 from .paths import member
 from .writers import Elements, FilePart, FileTensor, WriteOptions, dtype_to_write, write_file
@@ -398,6 +397,12 @@ class RankFile:
 
         return put
 
+    def add_others(self, others: Mapping[str, Any]) -> None:
+        """Add buffers, unmanaged parameters and extra state, by name."""
+        self.head.others = {
+            name: encode(value, name, self.under("other", name)) for name, value in others.items()
+        }
+
     def add_states(
         self,
         group: str,
@@ -462,24 +467,18 @@ class _Target:
                 "optimizer out",
             )
         self._groups = _groups(archive, options)
-        not_cut = {
-            (name, key): value
-            for name, param in archive.tensors.items()
-            for key, value in archive.states.get(name, {}).items()
-            if not is_per_element(key, value, param.shape)
-        }
         # Parameters whose states lie whole in the common file, as one rank stepped them whole.
-        self._owned = {
-            name
-            for (name, _), value in not_cut.items()
-            if isinstance(value, StoredTensor) and value.numel > 1
-        }
+        self._owned: set[str] = set()
         # By parameter and key: states that are not cut as the parameter is, encoded.
-        self._small = {
-            (name, key): encode(read_all(value, files), f"{name}.{key}", tensor_as_text)
-            for (name, key), value in not_cut.items()
-            if name not in self._owned
-        }
+        self._small: dict[tuple[str, Any], Any] = {}
+        for name, param in archive.tensors.items():
+            state = archive.states.get(name, {}).items()
+            small = {k: its for k, its in state if not is_per_element(k, its, param.shape)}
+            if any(isinstance(its, StoredTensor) and its.numel > 1 for its in small.values()):
+                self._owned.add(name)
+                continue
+            for key, value in read_all(small, files).items():
+                self._small[name, key] = encode(value, f"{name}.{key}", tensor_as_text)
 
     def file(self, rank: int) -> RankFile:
         """Return the content of the file of a rank."""
@@ -528,10 +527,7 @@ class _Target:
                 (key, encode(value, f"{name}.{key}", put))
                 for key, value in self._archive.states[name].items()
             ]
-        file.head.others = {
-            name: encode(value, name, file.under("other", name))
-            for name, value in extra_state.items()
-        }
+        file.add_others(extra_state)
 
     def manifest(self, facts: list[FileFacts]) -> Manifest:
         """facts: of the ranks' files."""
@@ -544,8 +540,7 @@ class _Target:
             self._groups,
             tuple(facts),
             param_groups and list(map(self._param_group, param_groups)),
-            versions(),
-            () if param_groups is None else self._archive.optimizer_classes,
+            optimizer_classes=() if param_groups is None else self._archive.optimizer_classes,
             shares_extra=True,
             owners=dict.fromkeys(sorted(self._owned), _COMMON),
         )

@@ -74,10 +74,7 @@ class Snapshot(RankFile):
     def add_common(self, model: nn.Module, states: Mapping[str, Mapping[Any, Any]]) -> None:
         """Add the common part. states: of unmanaged parameters, by name."""
         self._num_own, self.owned = len(self.tensors), list(self.head.other_states)
-        self.head.others = {
-            name: encode(value, name, self.under("other", name))
-            for name, value in unmanaged_state(model).items()
-        }
+        self.add_others(unmanaged_state(model))
         self.add_whole_states(states)
 
     def add_whole_states(self, states: Mapping[str, Mapping[Any, Any]]) -> None:
@@ -132,12 +129,12 @@ def _add_optimizer(
     ]
     snapshot.optimizer_classes = classes_of(optimizer)
     current = [p for p in ownership.numbers if not ownership.is_vacant(p)]
-    held = HeldStates(ownership, {p: optimizer.state[p] for p in current if optimizer.state.get(p)})
+    own_states = {p: dict(optimizer.state[p]) for p in current if optimizer.state.get(p)}
+    held = HeldStates(ownership, _with_steps_on_host(own_states))
     kinds = classify_all(held.of_shards, tells_0d=True)
-    scalars = _scalars(held, kinds)
     written = [named for named in groups if named.is_written_here]
     for named in written:
-        states = _states(snapshot, named, held, kinds, scalars)
+        states = _states(snapshot, named, held, kinds)
         snapshot.add_states(named.name, named.numel, len(named.params), states)
     rank_local = [
         f"{named.names(named.params[number])[0]}.{key}"
@@ -186,29 +183,24 @@ def warn_of_left_out(names: Sequence[str], what: str, stacklevel: int) -> None:
         )
 
 
-_Scalars = dict[tuple[nn.Parameter, Any], Any]  # by parameter and key
-
-
-def _scalars(held: HeldStates, kinds: Kinds) -> _Scalars:
-    """Return the states with one value per parameter. Those on a device, such as the steps of a
-    capturable optimizer, come to the CPU together, so that the host waits once."""
-    found: _Scalars = {}
-    on_device: dict[Any, list[tuple[nn.Parameter, Any]]] = {}
-    for param, its in kinds.items():
-        for key in [key for key, kind in its.items() if kind is StateKind.SCALAR]:
-            value = found[param, key] = held.states[param][key]
-            if isinstance(value, torch.Tensor):
-                value = found[param, key] = _torch_private.local_part(value).detach()
-                if has_streams(value.device):
-                    on_device.setdefault((value.device, value.dtype), []).append((param, key))
-    for places in on_device.values():
-        values = torch.stack([found[place] for place in places]).cpu()
-        found.update(zip(places, values, strict=True))
-    return found
+def _with_steps_on_host(states: dict[Any, dict[Any, Any]]) -> dict[Any, dict[Any, Any]]:
+    """Bring the 0-d tensors of all states to the CPU, such as the steps of a capturable optimizer:
+    the host waits once for a device, not once for a parameter."""
+    places: dict[Any, list[tuple[dict[Any, Any], Any]]] = {}
+    for state in states.values():
+        for key, value in state.items():
+            if type(value) is torch.Tensor and not value.dim() and has_streams(value.device):
+                places.setdefault((value.device, value.dtype), []).append((state, key))
+    for alike in places.values():
+        for (state, key), value in zip(
+            alike, torch.stack([state[key] for state, key in alike]).cpu(), strict=True
+        ):
+            state[key] = value
+    return states
 
 
 def _states(
-    snapshot: Snapshot, named: NamedGroup, held: HeldStates, kinds: Kinds, scalars: _Scalars
+    snapshot: Snapshot, named: NamedGroup, held: HeldStates, kinds: Kinds
 ) -> Iterator[tuple[Any, Sequence[int], Any]]:
     """Yield the states of one group for ``add_states``. Rank-local ones go to the head."""
     store = store_of(named.group)
@@ -216,11 +208,6 @@ def _states(
         numbers = [index - named.section.first_param for index in indices]
         for key, kind in kinds.get(param, {}).items():
             name = f"{named.names(indices[0])[0]}.{key}"
-            if kind is StateKind.SCALAR:
-                encoded = snapshot.encoded(name, key, scalars[param, key], tensor_as_text)
-                if encoded is not LEFT_OUT:
-                    yield key, numbers, encoded
-                continue
             value = held.states[param][key]
             if isinstance(value, torch.Tensor):  # of a DTensor: this rank's part
                 value = _torch_private.local_part(value)
@@ -230,8 +217,11 @@ def _states(
                     start = store.part_in_shard(indices[0]).start - named.section.start
                 yield key, numbers, FilePart(start, value.detach().reshape(-1))
                 continue
-            put = snapshot.under("own", named.name, str(key))
+            is_scalar = kind is StateKind.SCALAR
+            put = tensor_as_text if is_scalar else snapshot.under("own", named.name, str(key))
             encoded = snapshot.encoded(name, key, value, put)
-            if encoded is not LEFT_OUT:
+            if is_scalar and encoded is not LEFT_OUT:
+                yield key, numbers, encoded
+            elif encoded is not LEFT_OUT:
                 own = snapshot.head.own.setdefault(named.name, [])
                 own.append((numbers[0], key, encoded))

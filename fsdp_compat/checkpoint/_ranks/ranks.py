@@ -83,13 +83,30 @@ class Ranks:
             fix=f"look for that rank's error; {state}earlier checkpoints are unchanged",
         )
 
-    def agree(self, problem: BaseException | None, value: object) -> list[Any]:
-        """Return every rank's ``value`` (JSON). If a rank has a problem, raise on all: its own
-        error there, elsewhere one that quotes it. The first time in a call, raise instead if an
-        earlier ``async_save`` failed and was not reported. Collective."""
+    @contextlib.contextmanager
+    def agreeing(self, what: str, path: object, state: str) -> Iterator[Agreement]:
+        """Run the with block on all ranks, and tell each other how it went. If it raises on a rank,
+        raise on all: its own error there, of an OSError that ``what`` failed at ``path``, and the
+        ``state`` it leaves; elsewhere an error that quotes it. The first time in a call, raise
+        instead if an earlier ``async_save`` failed and was not reported. Collective."""
+        agreement = Agreement()
+        problem: Exception | None = None
+        try:
+            yield agreement
+        except OSError as error:
+            problem = CheckpointError.of(
+                what,
+                expected="files that can be read and written",
+                got=f"{type(error).__name__}: {error}",
+                where=str(path),
+                fix=f"check the path, free space and permissions; {state}",
+            )
+            problem.__cause__ = error
+        except Exception as error:
+            problem = error
         unreported = {} if self.have_agreed else background.unreported()
         self.have_agreed = True
-        own = told(problem), value if problem is None else None, unreported
+        own = told(problem), agreement.own if problem is None else None, unreported
         problems, values, failed = zip(*self.exchange(own), strict=True)
         earlier = {identity: text for each in failed for identity, text in each.items()}
         if earlier or any(problems):
@@ -97,17 +114,7 @@ class Ranks:
         if earlier:
             raise background.report_failed(earlier, self.call) from problem
         raise_together(problem, problems, self.call)
-        return list(values)
-
-    @contextlib.contextmanager
-    def agreeing(self, what: str, path: object, state: str) -> Iterator[Agreement]:
-        """Run the with block on all ranks, then ``agree`` on its outcome. Collective."""
-        agreement, problem = Agreement(), None
-        try:
-            yield agreement
-        except Exception as error:
-            problem = checkpoint_error_from(error, what, path, state)
-        agreement.by_rank = self.agree(problem, agreement.own)
+        agreement.by_rank = list(values)
 
 
 @dataclasses.dataclass
@@ -171,18 +178,3 @@ def require_rest(units: list[ModelUnit], call: str) -> None:
         runtime.require_idle(call)
         runtime.require_parts(call)
         runtime.reshard_all()
-
-
-def checkpoint_error_from(error: Exception, what: str, path: Any, state: str) -> Exception:
-    """Return ``error``; an OSError as CheckpointError. state: what the call leaves behind."""
-    if not isinstance(error, OSError):
-        return error
-    result = CheckpointError.of(
-        what,
-        expected="files that can be read and written",
-        got=f"{type(error).__name__}: {error}",
-        where=str(path),
-        fix=f"check the path, free space and permissions; {state}",
-    )
-    result.__cause__ = error
-    return result
