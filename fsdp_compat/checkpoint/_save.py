@@ -107,7 +107,7 @@ def async_save(
 
 
 class AsyncSave:
-    """Returned by ``async_save``: a thread writes; the process does not end before it."""
+    """Returned by ``async_save``: a thread runs the ``job``; the process does not end before it."""
 
     def __init__(self, job: _Save) -> None:
         self._identity = job.manifest.identity
