@@ -195,12 +195,7 @@ def _plan(
             "The checkpoint could not be saved.", folder, "nothing was written"
         ) as agreement:
             require_arguments(
-                call,
-                progress,
-                folder=folder,
-                optimizer=optimizer,
-                step=step,
-                keep_last=keep_last,
+                call, progress, folder=folder, optimizer=optimizer, step=step, keep_last=keep_last
             )
             require_rest(units, call)
             # Absolute: the program may change its directory before a thread has written.
@@ -211,7 +206,7 @@ def _plan(
             shared = SharedOptimizer(model, optimizer, ranks)
             if ranks.number == 0:
                 _warn_of_later_steps(target, step)
-            agreement.own = _proposal(step, groups, snapshot, shared, ranks)
+            agreement.own = _proposal(ranks.number, step, groups, snapshot, shared)
         proposals = [_Proposal(*each) for each in agreement.by_rank]
         shared.require_alike([each.optimizer for each in proposals])
         _require_same_step([each.step for each in proposals], call)
@@ -265,25 +260,24 @@ def _warn_of_later_steps(target: Path, step: int) -> None:
 
 
 def _proposal(
+    number: int,
     step: int,
     groups: Sequence[NamedGroup],
     snapshot: Snapshot,
     shared: SharedOptimizer,
-    ranks: Ranks,
 ) -> _Proposal:
-    own = [(number, named) for number, named in enumerate(groups) if named.is_written_here]
+    own = [(at, named) for at, named in enumerate(groups) if named.is_written_here]
     # Relative to this rank's number, and so the same on most ranks: equal texts are sent once.
     claims = [
-        (named.mesh, named.writer, named.part, named.group.shard.rank - ranks.number)
-        for _, named in own
+        (named.mesh, named.writer, named.part, named.group.shard.rank - number) for _, named in own
     ]
     described = [
-        (number, named.part, named.described(0).as_json())
-        for number, named in own
+        (at, named.part, named.described(0).as_json())
+        for at, named in own
         if named.num_parts > 1 and named.rank == 0
     ]
     return _Proposal(
-        uuid.uuid4().hex if ranks.number == 0 else "",
+        uuid.uuid4().hex if number == 0 else "",
         step,
         (list(dict.fromkeys(claims)), described),
         shared.facts(),

@@ -267,5 +267,5 @@ def _plan(front_end: str, number: int, ranks: int) -> str:
     optimizer = torch.optim.AdamW(model.parameters())
     own: Any = types.SimpleNamespace(number=number, count=ranks)
     groups, shared = named_groups(units_of(model)), SharedOptimizer(model, optimizer, own)
-    _identity, *rest = _proposal(1, groups, Snapshot(), shared, own)
+    _identity, *rest = _proposal(number, 1, groups, Snapshot(), shared)
     return json.dumps(rest)
