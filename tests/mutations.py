@@ -378,7 +378,7 @@ BREAKS = (
     ),
     Break(
         "shards of a save named by the rank's number",
-        "named.group.shard.rank - self._ranks.number",
+        "named.group.shard.rank - number",
         "named.group.shard.rank",
         "tests/comm/test_many_ranks.py -k tell",
     ),

@@ -12,6 +12,7 @@ changes between the two, the error says that a part was loaded."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import os
 import warnings
@@ -239,17 +240,20 @@ def _load(
             errors.require_bools(call, strict=strict)
             run = Run(Path(path))
             agreement.own = offer_of(run, not is_required)
+        manifest = None  # of a native checkpoint, if it was read
         if None not in agreement.by_rank:
             path = newest_of_all(run, ranks, agreement.by_rank)
             if path is None:
                 return None
+            manifest = run.newest
         with ranks.agreeing(unreadable, path, "nothing was loaded") as agreement:
             require_rest(units, call)
             if optimizer is not None:
                 cut_state(optimizer)
             shared = SharedOptimizer(model, optimizer, ranks)
             held, unmanaged = held_state(model)
-            source = open_source(Path(path), lambda: _shapes_of(held), rename, ignore_class, call)
+            shapes = functools.partial(_shapes_of, held)
+            source = open_source(Path(path), manifest, shapes, rename, ignore_class, call)
             plan = _Plan(model, source, LoadReport(source.path), strict)
             taken = plan.of_model(held, unmanaged, optimizer is not None, dtype)
             if optimizer is not None:

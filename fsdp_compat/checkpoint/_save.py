@@ -8,6 +8,7 @@ leaders have, each removes older checkpoints; if one fails, the others remove th
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import math
@@ -16,7 +17,7 @@ import threading
 import typing
 import uuid
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,13 @@ from ..errors import CheckpointError, UsageError
 from . import _background as background
 from ._arguments import require_arguments
 from ._folder import directory, publishing
-from ._formats.manifest import MANIFEST, FlatGroup, Manifest, file_name, versions
+from ._formats.manifest import MANIFEST, FlatGroup, Manifest, file_name
 from ._formats.writers import write_file
 from ._live.model import NamedGroup, named_groups
 from ._live.optimizers import SharedOptimizer, joined_param_groups
 from ._live.snapshot import Snapshot, take_snapshot
 from ._ranks.mailbox import RankLost
-from ._ranks.ranks import ranks_of, require_rest
+from ._ranks.ranks import Ranks, ranks_of, require_rest
 
 
 def save(
@@ -80,7 +81,7 @@ def save(
             says so. Also raised, before anything is written, if an earlier ``async_save`` failed
             and its ``wait`` was never called.
         StateError: another rank has ended or was interrupted. Slow ranks are waited for."""
-    return _SaveJob(False, folder, model, optimizer, extra, step, keep_last, progress).write()
+    return _write(_plan(False, folder, model, optimizer, extra, step, keep_last, progress))
 
 
 def async_save(
@@ -102,28 +103,28 @@ def async_save(
     load raises the error on all ranks, or it is printed when the process ends.
 
     Collective: all ranks of the model."""
-    return AsyncSave(_SaveJob(True, folder, model, optimizer, extra, step, keep_last, progress))
+    return AsyncSave(_plan(True, folder, model, optimizer, extra, step, keep_last, progress))
 
 
 class AsyncSave:
     """Returned by ``async_save``: a thread runs the ``job``; the process does not end before it."""
 
-    def __init__(self, job: _SaveJob) -> None:
-        self._job, self._identity = job, job.identity
+    def __init__(self, job: _Save) -> None:
+        self._identity = job.manifest.identity
         self._path: Path | None = None
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="fsdp_compat save")
-        try:
-            background.begin(self._identity, self._thread)
-            self._thread.start()
-        except BaseException as error:
-            background.end(self._identity, None)
-            job.abandon(error)
-            raise
+        self._thread = threading.Thread(target=self._run, args=(job,), name="fsdp_compat save")
+        with job.ranks.taking_part(ends_call=False):
+            try:
+                background.begin(self._identity, self._thread)
+                self._thread.start()
+            except BaseException:
+                background.end(self._identity, None)
+                raise
 
-    def _run(self) -> None:
+    def _run(self, job: _Save) -> None:
         try:
-            self._path = self._job.write()
+            self._path = _write(job)
         except BaseException as error:  # raised by wait
             self._error = error
         finally:
@@ -159,294 +160,89 @@ class AsyncSave:
     result = wait  # the name that concurrent.futures.Future has for it
 
 
-# -- the work of one save
+# -- plan
 
 
-class _Report(typing.NamedTuple):
-    """The outcome of one rank's write, as a JSON list."""
+class _Proposal(typing.NamedTuple):
+    """What one rank tells the others before they save, as a JSON list."""
 
-    leads: bool
-    nbytes: int
-    checksums: Sequence[int]
-    owned: Sequence[str]  # parameters whose states it alone has, whole
-    problem: str | None
+    identity: str  # of the save, by the first rank
+    step: int
+    # Shards that it writes; descriptions of parts of parameters whose first shard it has.
+    shards: tuple[list[Any], list[Any]]
+    optimizer: list[Any] | None
+    settings: str  # a digest
 
 
-class _SaveJob:
-    """One save. Constructing it plans and checks; ``write`` writes and commits."""
-
-    def __init__(
-        self,
-        in_background: bool,
-        folder: str | os.PathLike[str],
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        extra: Any,
-        step: int,
-        keep_last: int | None,
-        progress: bool,
-    ) -> None:
-        """Collective. in_background: copy what is saved, for a thread that calls ``write``."""
-        call = "checkpoint.async_save" if in_background else "checkpoint.save"
-        self._snapshot = Snapshot()
-        self._groups: list[NamedGroup] = []
-        self._owned: publishing.OwnedDirectory | None = None  # only on a rank that leads
-        self._is_sole_leader = True  # as far as this rank knows
-        self._problem: Exception | None = None
-        self._copied: Callable[[], object] = lambda: None  # waits for the copy
-        units, self._ranks = ranks_of(model, call)
-        try:
-            if in_background:
-                background.wait_for_current()
-            with self._ranks.agreeing(
-                "The checkpoint could not be saved.", folder, "nothing was written"
-            ) as agreement:
-                require_arguments(
-                    call,
-                    progress,
-                    folder=folder,
-                    optimizer=optimizer,
-                    step=step,
-                    keep_last=keep_last,
-                )
-                require_rest(units, call)
-                self._step, self._keep_last = step, keep_last
-                self._shows = progress and self._ranks.number == 0
-                # Absolute: the program may change its directory before a thread has written.
-                self._target = directory.directory_of(Path(folder).absolute(), step)
-                if self._target.exists():
-                    raise UsageError.of(
-                        "This step was already saved, and checkpoints are never overwritten.",
-                        expected="a step that is not in this folder yet",
-                        got=f"an existing {self._target.name}",
-                        where=f"{call}({str(folder)!r}, ...)",
-                        fix="save into another folder, or move that checkpoint away",
-                    )
-                self._groups = named_groups(units_of(model))
-                self._snapshot = take_snapshot(model, optimizer, extra, self._groups)
-                shared = SharedOptimizer(model, optimizer, self._ranks)
-                if self._ranks.number == 0:
-                    _warn_of_later_steps(self._target, step)
-                agreement.own = self._plan(shared)
-            shared.require_alike([facts for *_, facts, _ in agreement.by_rank])
-            self._agree(agreement.by_rank)
-            if in_background:
-                self._detach()
-        except BaseException as error:
-            self.abandon(error)
-            raise
-
-    def _plan(self, shared: SharedOptimizer) -> tuple[Any, ...]:
-        """Return what this rank saves, for the other ranks: identity, step, shards, descriptions of
-        parts of parameters whose first shard it writes, optimizer facts and settings."""
-        own = [(n, named) for n, named in enumerate(self._groups) if named.is_written_here]
-        # Relative to this rank's number, and so the same on most ranks: equal texts are sent once.
-        claims = [
-            (named.mesh, named.writer, named.part, named.group.shard.rank - self._ranks.number)
-            for _, named in own
-        ]
-        described = [
-            (number, named.part, named.described(0).as_json())
-            for number, named in own
-            if named.num_parts > 1 and named.rank == 0
-        ]
-        return (
-            uuid.uuid4().hex if self._ranks.number == 0 else "",
-            self._step,
-            (list(dict.fromkeys(claims)), described),
-            shared.facts(),
-            hashlib.sha256(json.dumps(self._snapshot.param_groups).encode()).hexdigest(),
-        )
-
-    def _agree(self, answers: list[Any]) -> None:
-        """Merge the plans of all ranks: step, identity, files of shards, settings. Collective."""
-        self.identity = answers[0][0]
-        if any(step != self._step for _, step, *_ in answers):
-            raise UsageError.of(
-                "The ranks save different steps.",
-                expected="the same step on all ranks",
-                got=f"{joined([str(step) for _, step, *_ in answers], 8, ', ')} by rank",
-                where=self._ranks.call,
-                fix="pass the same step on all ranks",
+def _plan(
+    in_background: bool,
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    extra: Any,
+    step: int,
+    keep_last: int | None,
+    progress: bool,
+) -> _Save:
+    """Check the arguments, take a snapshot and agree with the other ranks. Collective.
+    in_background: copy what is saved, for a thread that writes it."""
+    call = "checkpoint.async_save" if in_background else "checkpoint.save"
+    units, ranks = ranks_of(model, call)
+    with ranks.taking_part(ends_call=False):
+        if in_background:
+            background.wait_for_current()
+        with ranks.agreeing(
+            "The checkpoint could not be saved.", folder, "nothing was written"
+        ) as agreement:
+            require_arguments(
+                call, progress, folder=folder, optimizer=optimizer, step=step, keep_last=keep_last
             )
-        self._lay_out([shards for _, _, shards, *_ in answers])
-        if len({settings for *_, settings in answers}) > 1:
-            by_rank = self._ranks.exchange(self._snapshot.param_groups)
-            self._snapshot.param_groups = joined_param_groups(by_rank, self._ranks.call)
-
-    def _lay_out(self, answers: list[tuple[list[list[int]], list[Any]]]) -> None:
-        """answers: by rank, which shards it writes, and what it describes."""
-        axes: dict[tuple[int, int, int], dict[int, int]] = {}  # files by shard
-        parts: dict[tuple[int, int], dict[str, Any]] = {}  # by number of the group and of the part
-        for rank, (claims, described) in enumerate(answers):
-            for mesh, writer, part, shard in claims:
-                axes.setdefault((mesh, writer, part), {}).setdefault(shard + rank, rank)
-            for number, part, content in described:
-                parts.setdefault((number, part), content)
-        order = {key: number for number, key in enumerate(sorted(axes))}
-        self._axes = tuple(tuple(rank for _, rank in sorted(axes[key].items())) for key in order)
-        groups: list[FlatGroup] = []
-        for number, named in enumerate(self._groups):
-            for part in range(named.num_parts):
-                axis = order[named.mesh, named.writer, part]
-                if named.num_parts == 1:
-                    groups.append(named.described(axis))
-                else:
-                    content = {**parts[number, part], "axis": axis}
-                    groups.append(FlatGroup.of_json(content, self._axes))
-        self._described = tuple(groups)
-
-    def _make_directory(self) -> None:
-        """Make the directory, first on the first rank, so that it leads. Collective."""
-        hidden = publishing.hidden_beside(self._target, self.identity)
-        self._directory = hidden / publishing.CONTENT
-        for turn in (self._ranks.number == 0, self._ranks.number != 0):
-            try:
-                if turn:
-                    self._owned = publishing.make_fresh(hidden)
-                    if self._owned is not None:
-                        self._directory.mkdir()
-            except OSError as error:
-                self._problem = error
-            self._ranks.exchange(None)
-
-    def _detach(self) -> None:
-        """Copy what is saved, so that training may change the original."""
-        try:
-            self._copied = self._snapshot.detach()
-        except Exception as error:  # reported to the other ranks later
-            self._problem = error
-
-    def abandon(self, error: BaseException) -> None:
-        """Tell the other ranks not to wait for this one any longer."""
-        self._ranks.mailbox.leave(error)
-        if self._owned is not None:
-            self._owned.discard()
-
-    def write(self) -> Path:
-        """Write, and return the directory once it is complete on all ranks. Collective."""
-        try:
-            self._make_directory()
-            if self._owned is None:
-                self._snapshot.drop_common()
-            problems, is_complete = self._ranks.mailbox.conclude(self._write_and_commit)
-            self._ranks.mailbox.close()
-        except RankLost as lost:
-            self._withdraw()
-            state = "is complete" if os.path.exists(self._target) else "is not complete"
-            raise self._ranks.lost(lost, f"{self._target} {state}; ") from lost
-        except BaseException as error:
-            self.abandon(error)
-            raise
-        finally:
-            self._snapshot, self._groups = Snapshot(), []  # the copy may be large
-            if self._owned is not None:
-                self._owned.discard()
-        if problems:
-            problems += "" if is_complete else self._withdraw()
-            raise self._failed(problems, is_complete) from self._problem
-        # Not before: until all nodes have this checkpoint, only an older one may load.
-        if self._owned is not None and self._keep_last is not None:
-            with contextlib.suppress(OSError):  # the new checkpoint is complete all the same
-                directory.remove_older(self._target.parent, self._step, self._keep_last)
-        return self._target
-
-    def _withdraw(self) -> str:
-        """Remove what this rank published if other leaders failed. Return the problem, if any."""
-        if self._owned is None or not self._owned.is_published or self._is_sole_leader:
-            return ""
-        try:
-            publishing.remove(self._target)
-        except OSError as error:
-            return f"; this node's part could not be removed: {_named(error)}"
-        return ""
-
-    def _write_and_commit(self) -> object:
-        """Write this rank's file, and commit if this rank leads. Return on the first rank:
-        (problems, whether the checkpoint is complete in spite of them)."""
-        mailbox, ranks = self._ranks.mailbox, self._ranks
-        if self._owned is not None:
-            with contextlib.suppress(OSError):
-                publishing.remove_leftovers(self._target.parent, directory.STEP)
-        mailbox.post(json.dumps(self._write_file()))
-        if self._owned is None and ranks.number:
-            return None
-        reports = [_Report(*json.loads(text)) for text in mailbox.read(range(ranks.count))]
-        leaders = [n for n, report in enumerate(reports) if report.leads]
-        self._is_sole_leader = len(leaders) == 1
-        problems = [
-            f"rank {n}: {report.problem}"
-            for n, report in enumerate(reports)
-            if report.problem is not None
-        ]
-        if self._owned is not None:
-            outcome = ("", False) if problems else self._commit(self._owned, reports)
-            self._owned.discard()
-            mailbox.post(json.dumps(outcome), "leader")
-        if ranks.number:
-            return None
-        published = [json.loads(text) for text in mailbox.read(leaders, "leader")]
-        if not leaders and not problems:
-            problems = ["no rank could make a directory"]
-        is_complete = not problems and all(complete for _, complete in published)
-        problems += [problem for problem, _ in published if problem]
-        return "; ".join(problems), is_complete
-
-    def _write_file(self) -> _Report:
-        """Write this rank's file, unless something has failed before."""
-        facts, head, tensors = FileFacts(0, ()), self._snapshot.head, self._snapshot.tensors
-        head.identity, head.number = self.identity, self._ranks.number
-        nbytes = sum(math.prod(each.shape) * each.dtype.itemsize for each in tensors)
-        if self._problem is None:
-            path = self._directory / file_name(self._ranks.number)
-            try:
-                self._copied()
-                with progress_bar(self._shows, f"save step {self._step}", nbytes) as tick:
-                    facts = write_file(path, tensors, head.as_metadata(), tick)
-            except Exception as error:
-                self._problem = error
-        problem = None if self._problem is None else _named(self._problem)
-        owned = self._snapshot.owned
-        return _Report(self._owned is not None, facts.nbytes, facts.checksums, owned, problem)
-
-    def _commit(self, owned: publishing.OwnedDirectory, reports: list[_Report]) -> tuple[str, bool]:
-        """Complete this rank's directory; return the problem, if any, and whether it is."""
+            require_rest(units, call)
+            # Absolute: the program may change its directory before a thread has written.
+            target = directory.directory_of(Path(folder).absolute(), step)
+            _require_new(target, f"{call}({str(folder)!r}, ...)")
+            groups = named_groups(units_of(model))
+            snapshot = take_snapshot(model, optimizer, extra, groups)
+            shared = SharedOptimizer(model, optimizer, ranks)
+            if ranks.number == 0:
+                _warn_of_later_steps(target, step)
+            agreement.own = _proposal(ranks.number, step, groups, snapshot, shared)
+        proposals = [_Proposal(*each) for each in agreement.by_rank]
+        shared.require_alike([each.optimizer for each in proposals])
+        _require_same_step([each.step for each in proposals], call)
+        axes, described = _layout(groups, [each.shards for each in proposals])
+        if len({each.settings for each in proposals}) > 1:
+            by_rank = ranks.exchange(snapshot.param_groups)
+            snapshot.param_groups = joined_param_groups(by_rank, call)
         manifest = Manifest(
-            self.identity,
-            self._step,
-            self._ranks.number,
-            self._axes,
-            self._described,
-            tuple(FileFacts(report.nbytes, tuple(report.checksums)) for report in reports),
-            self._snapshot.param_groups,
-            versions(),
-            self._snapshot.optimizer_classes,
-            owners={name: number for number, its in enumerate(reports) for name in its.owned},
+            proposals[0].identity,
+            step,
+            ranks.number,
+            axes,
+            described,
+            (),
+            snapshot.param_groups,
+            optimizer_classes=snapshot.optimizer_classes,
         )
-        try:
-            publishing.write_text(self._directory / MANIFEST, manifest.as_text())
-            owned.publish(self._target)
-        except (OSError, UsageError) as error:
-            return f"rank {self._ranks.number}: {_named(error)}", owned.is_published
-        return "", True
+        problem = None
+        if in_background:
+            try:
+                snapshot.detach()
+            except Exception as error:
+                problem = error
+        shows = progress and ranks.number == 0
+        return _Save(ranks, target, manifest, snapshot, keep_last, shows, problem)
 
-    def _failed(self, problems: str, is_complete: bool) -> CheckpointError:
-        what = "The checkpoint could not be saved."
-        fix = "check the folder, free space and permissions; earlier checkpoints are unchanged"
-        if is_complete:
-            what = "The checkpoint is complete, but may not survive a power failure."
-            fix = "check the disk for errors; no older checkpoint was removed"
-        return CheckpointError.of(
-            what,
-            expected=f"all {self._ranks.count} ranks to write their files, durably",
-            got=problems,
-            where=str(self._target),
-            fix=fix,
+
+def _require_new(target: Path, where: str) -> None:
+    if target.exists():
+        raise UsageError.of(
+            "This step was already saved, and checkpoints are never overwritten.",
+            expected="a step that is not in this folder yet",
+            got=f"an existing {target.name}",
+            where=where,
+            fix="save into another folder, or move that checkpoint away",
         )
-
-
-def _named(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def _warn_of_later_steps(target: Path, step: int) -> None:
@@ -461,3 +257,226 @@ def _warn_of_later_steps(target: Path, step: int) -> None:
             "folder.",
             stacklevel=4,
         )
+
+
+def _proposal(
+    number: int,
+    step: int,
+    groups: Sequence[NamedGroup],
+    snapshot: Snapshot,
+    shared: SharedOptimizer,
+) -> _Proposal:
+    own = [(at, named) for at, named in enumerate(groups) if named.is_written_here]
+    # Relative to this rank's number, and so the same on most ranks: equal texts are sent once.
+    claims = [
+        (named.mesh, named.writer, named.part, named.group.shard.rank - number) for _, named in own
+    ]
+    described = [
+        (at, named.part, named.described(0).as_json())
+        for at, named in own
+        if named.num_parts > 1 and named.rank == 0
+    ]
+    return _Proposal(
+        uuid.uuid4().hex if number == 0 else "",
+        step,
+        (list(dict.fromkeys(claims)), described),
+        shared.facts(),
+        hashlib.sha256(json.dumps(snapshot.param_groups).encode()).hexdigest(),
+    )
+
+
+def _require_same_step(steps: list[int], call: str) -> None:
+    if len({*steps}) > 1:
+        raise UsageError.of(
+            "The ranks save different steps.",
+            expected="the same step on all ranks",
+            got=f"{joined(list(map(str, steps)), 8, ', ')} by rank",
+            where=call,
+            fix="pass the same step on all ranks",
+        )
+
+
+def _layout(
+    own_groups: Sequence[NamedGroup], by_rank: Sequence[tuple[list[Any], list[Any]]]
+) -> tuple[tuple[tuple[int, ...], ...], tuple[FlatGroup, ...]]:
+    """Return the axes and groups of the manifest, from the ``shards`` of all proposals."""
+    axes: dict[tuple[int, int, int], dict[int, int]] = {}  # files by shard
+    parts: dict[tuple[int, int], dict[str, Any]] = {}  # by number of the group and of the part
+    for rank, (claims, described) in enumerate(by_rank):
+        for mesh, writer, part, shard in claims:
+            axes.setdefault((mesh, writer, part), {}).setdefault(shard + rank, rank)
+        for number, part, content in described:
+            parts.setdefault((number, part), content)
+    order = {key: number for number, key in enumerate(sorted(axes))}
+    files = tuple(tuple(rank for _, rank in sorted(axes[key].items())) for key in order)
+    groups: list[FlatGroup] = []
+    for number, named in enumerate(own_groups):
+        for part in range(named.num_parts):
+            axis = order[named.mesh, named.writer, part]
+            if named.num_parts == 1:
+                groups.append(named.described(axis))
+            else:
+                groups.append(FlatGroup.of_json({**parts[number, part], "axis": axis}, files))
+    return files, tuple(groups)
+
+
+# -- write and commit
+
+
+class _Report(typing.NamedTuple):
+    """The outcome of one rank's write, as a JSON list."""
+
+    leads: bool
+    nbytes: int
+    checksums: Sequence[int]
+    owned: Sequence[str]  # parameters whose states it alone has, whole
+    problem: str | None
+
+
+def _write(job: _Save) -> Path:
+    """Write, and return the directory once it is complete on all ranks. Collective."""
+    try:
+        with job.ranks.taking_part():
+            job.make_directory()
+            problems, is_complete = job.ranks.mailbox.conclude(job.write_and_commit)
+    except RankLost as lost:
+        job.withdraw()
+        state = "is complete" if os.path.exists(job.target) else "is not complete"
+        raise job.ranks.lost(lost, f"{job.target} {state}; ") from lost
+    finally:
+        job.snapshot.tensors.clear()  # the copy may be large
+        if job.owned is not None:
+            job.owned.discard()
+    if problems:
+        problems += "" if is_complete else job.withdraw()
+        raise _failed(job, problems, is_complete) from job.problem
+    # Not before: until all nodes have this checkpoint, only an older one may load.
+    if job.owned is not None and job.keep_last is not None:
+        with contextlib.suppress(OSError):  # the new checkpoint is complete all the same
+            directory.remove_older(job.target.parent, job.manifest.step, job.keep_last)
+    return job.target
+
+
+@dataclasses.dataclass
+class _Save:
+    """What all ranks have agreed to save, this rank's part of it, and how far it has come."""
+
+    ranks: Ranks
+    target: Path
+    manifest: Manifest  # without files and owners
+    snapshot: Snapshot
+    keep_last: int | None
+    shows: bool
+    problem: Exception | None  # of this rank: its report tells the others
+    owned: publishing.OwnedDirectory | None = None  # only on a rank that leads
+    is_sole_leader: bool = True  # as far as this rank knows
+
+    @property
+    def _hidden(self) -> Path:
+        return publishing.hidden_beside(self.target, self.manifest.identity)
+
+    def make_directory(self) -> None:
+        """Make the directory, first on the first rank, so that it leads. Collective."""
+        ranks = self.ranks
+        for turn in (ranks.number == 0, ranks.number != 0):
+            try:
+                if turn:
+                    self.owned = publishing.make_fresh(self._hidden)
+                    if self.owned is not None:
+                        self.owned.content.mkdir()
+            except OSError as error:
+                self.problem = error
+            ranks.exchange(None)
+        if self.owned is None:
+            self.snapshot.drop_common()
+
+    def write_and_commit(self) -> object:
+        """Write this rank's file, and commit if this rank leads. Return on the first rank:
+        (problems, whether the checkpoint is complete in spite of them)."""
+        ranks, mailbox = self.ranks, self.ranks.mailbox
+        if self.owned is not None:
+            with contextlib.suppress(OSError):
+                publishing.remove_leftovers(self.target.parent, directory.STEP)
+        mailbox.post(json.dumps(self._write_file()))
+        if self.owned is None and ranks.number:
+            return None
+        reports = [_Report(*json.loads(text)) for text in mailbox.read(range(ranks.count))]
+        leaders = [n for n, report in enumerate(reports) if report.leads]
+        self.is_sole_leader = len(leaders) == 1
+        problems = [
+            f"rank {n}: {report.problem}"
+            for n, report in enumerate(reports)
+            if report.problem is not None
+        ]
+        if self.owned is not None:
+            outcome = ("", False) if problems else self._commit(self.owned, reports)
+            self.owned.discard()
+            mailbox.post(json.dumps(outcome), "leader")
+        if ranks.number:
+            return None
+        published = [json.loads(text) for text in mailbox.read(leaders, "leader")]
+        if not leaders and not problems:
+            problems = ["no rank could make a directory"]
+        is_complete = not problems and all(complete for _, complete in published)
+        problems += [problem for problem, _ in published if problem]
+        return "; ".join(problems), is_complete
+
+    def _write_file(self) -> _Report:
+        """Write this rank's file, unless something has failed before."""
+        snapshot, facts = self.snapshot, FileFacts(0, ())
+        number, title = self.ranks.number, f"save step {self.manifest.step}"
+        snapshot.head.identity, snapshot.head.number = self.manifest.identity, number
+        nbytes = sum(math.prod(each.shape) * each.dtype.itemsize for each in snapshot.tensors)
+        if self.problem is None:
+            path = self._hidden / publishing.CONTENT / file_name(number)
+            try:
+                snapshot.wait_for_copy()
+                with progress_bar(self.shows, title, nbytes) as tick:
+                    facts = write_file(path, snapshot.tensors, snapshot.head.as_metadata(), tick)
+            except Exception as error:
+                self.problem = error
+        problem = None if self.problem is None else _named(self.problem)
+        leads = self.owned is not None
+        return _Report(leads, facts.nbytes, facts.checksums, snapshot.owned, problem)
+
+    def _commit(self, owned: publishing.OwnedDirectory, reports: list[_Report]) -> tuple[str, bool]:
+        """Complete this rank's directory; return the problem, if any, and whether it is."""
+        manifest = dataclasses.replace(
+            self.manifest,
+            files=tuple(FileFacts(its.nbytes, tuple(its.checksums)) for its in reports),
+            owners={name: number for number, its in enumerate(reports) for name in its.owned},
+        )
+        try:
+            publishing.write_text(owned.content / MANIFEST, manifest.as_text())
+            owned.publish(self.target)
+        except (OSError, UsageError) as error:
+            return f"rank {self.ranks.number}: {_named(error)}", owned.is_published
+        return "", True
+
+    def withdraw(self) -> str:
+        """Remove what this rank published if other leaders failed. Return the problem, if any."""
+        if self.owned is not None and self.owned.is_published and not self.is_sole_leader:
+            try:
+                publishing.remove(self.target)
+            except OSError as error:
+                return f"; this node's part could not be removed: {_named(error)}"
+        return ""
+
+
+def _failed(job: _Save, problems: str, is_complete: bool) -> CheckpointError:
+    what = "The checkpoint could not be saved."
+    fix = "check the folder, free space and permissions; earlier checkpoints are unchanged"
+    if is_complete:
+        what = "The checkpoint is complete, but may not survive a power failure."
+        fix = "check the disk for errors; no older checkpoint was removed"
+    return CheckpointError.of(
+        what,
+        expected=f"all {job.ranks.count} ranks to write their files, durably",
+        got=problems,
+        where=str(job.target),
+        fix=fix,
+    )
+
+
+def _named(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -22,12 +22,16 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import fsdp_compat
 from fsdp_compat import BackwardPrefetch, MixedPrecision, StateDictType, checkpoint
 from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat._state.units import units_of
+from fsdp_compat.checkpoint._live.model import named_groups
+from fsdp_compat.checkpoint._live.snapshot import take_snapshot
 from fsdp_compat.errors import StateError, UsageError
 from fsdp_compat.sharded_grad_scaler import ShardedGradScaler
 from tests.support import emulated, fakecuda
 from tests.support.devices import in_order, on_nccl, on_the_device, own_device
 from tests.support.fully_sharded import shard_all
 from tests.support.models import DIM, Block, Stack
+from tests.support.order import StreamSync
 from tests.support.parity import seeded, square
 from tests.support.twin import FLAT, FULLY_SHARD, ORIGINAL, sharded
 
@@ -275,6 +279,18 @@ def test_copies_of_checkpoints_are_pinned_and_waited_for_once(
         counts.append(fakecuda.counts())
     assert not [name for each in counts for name in each if "pageable" in name]
     assert [fakecuda.host_waits(each) for each in counts[:2]] == [1, 1]
+
+
+@on_the_device
+def test_steps_of_all_parameters_come_to_the_host_in_one_copy(device: torch.device) -> None:
+    model, optimizer = trained(device)
+    for state in optimizer.state.values():
+        state["step"] = state["step"].to(device)
+    groups = named_groups(units_of(model))
+    if hasattr(torch, emulated.NAME):  # it records its work
+        with emulated.watching() as recording:
+            take_snapshot(model, optimizer, None, groups)
+        assert len([each for each in recording.happenings if isinstance(each, StreamSync)]) == 1
 
 
 # -- training of other kinds

@@ -36,7 +36,7 @@ from fsdp_compat.checkpoint._live.optimizers import SharedOptimizer
 from fsdp_compat.checkpoint._live.snapshot import Snapshot
 from fsdp_compat.checkpoint._ranks.mailbox import StoreMailbox
 from fsdp_compat.checkpoint._ranks.ranks import Ranks
-from fsdp_compat.checkpoint._save import _SaveJob
+from fsdp_compat.checkpoint._save import _proposal
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.models import Block
 from tests.support.programs import launch
@@ -265,8 +265,7 @@ def _plan(front_end: str, number: int, ranks: int) -> str:
             use_orig_params=front_end == "original",
         )
     optimizer = torch.optim.AdamW(model.parameters())
-    job: Any = _SaveJob.__new__(_SaveJob)
-    job._ranks, job._step = types.SimpleNamespace(number=number, count=ranks), 1
-    job._groups, job._snapshot = named_groups(units_of(model)), Snapshot()
-    _identity, *rest = job._plan(SharedOptimizer(model, optimizer, job._ranks))
+    own: Any = types.SimpleNamespace(number=number, count=ranks)
+    groups, shared = named_groups(units_of(model)), SharedOptimizer(model, optimizer, own)
+    _identity, *rest = _proposal(number, 1, groups, Snapshot(), shared)
     return json.dumps(rest)

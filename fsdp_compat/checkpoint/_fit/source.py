@@ -31,7 +31,7 @@ from ..._progress import progress_bar
 from ..._state.held import HeldPart
 from ...errors import CheckpointError
 from .._arguments import Rename, renamed
-from .._formats.manifest import MANIFEST, file_name
+from .._formats.manifest import MANIFEST, Manifest, file_name, read_manifest
 from .._formats.native import EXTRA, EXTRA_STATE, NativeCheckpoint
 from .._formats.optimizer_tree import name_optimizer
 from .._formats.recognition import open_archive
@@ -284,16 +284,18 @@ def _records(sources: Iterable[Any]) -> list[tuple[Path, Checksum]]:
 
 def open_source(
     path: Path,
+    manifest: Manifest | None,
     shapes: Callable[[], Archive],
     rename: Rename | None,
     ignore_class: Collection[str],
     call: str,
 ) -> Source:
-    """Return the checkpoint at a path. shapes: of the model, for formats without."""
+    """Return the checkpoint at a path. manifest: of it, if it was read. shapes: of the model, for
+    formats without."""
     path = path.parent if path.name == MANIFEST else path
     is_native = (path / MANIFEST).exists() or (path / file_name(0)).exists()
     if is_native or not path.exists():  # which raises
-        native = NativeCheckpoint(path)
+        native = NativeCheckpoint(path, manifest or read_manifest(path))
         source = Source(native.outline(), native)
         source.take_names(rename, call)
         return source

@@ -90,21 +90,23 @@ class Run:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.newest: Manifest | None = None  # of those offered, the last one
         self._complete = _complete_in(folder)
-        self._read: list[Saved] = []
+        self._steps: list[int] = []  # of the manifests that were read
 
     def offer(self, most: int | None = None) -> Offer:
         """Return the newest complete checkpoint up to step ``most``, or None, and the steps that
         seem to be complete: damaged manifests may be among those not read yet."""
-        while not self._read or (most is not None and self._read[-1][0] > most):
-            if (manifest := next(self._complete, None)) is None:
-                return None, sorted(step for step, _ in self._read)
-            self._read.append((manifest.step, manifest.identity))
-        newest, steps = self._read[-1], [step for step, _ in self._read]
+        while self.newest is None or (most is not None and self.newest.step > most):
+            self.newest = next(self._complete, None)
+            if self.newest is None:
+                return None, sorted(self._steps)
+            self._steps.append(self.newest.step)
+        newest, steps = self.newest, [*self._steps]
         for step, path in steps_in(self.folder).items():
             with contextlib.suppress(OSError):
-                steps += [step] if step < newest[0] and (path / MANIFEST).is_file() else []
-        return newest, sorted(steps)
+                steps += [step] if step < newest.step and (path / MANIFEST).is_file() else []
+        return (newest.step, newest.identity), sorted(steps)
 
 
 def newest_common(

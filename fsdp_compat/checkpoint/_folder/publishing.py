@@ -51,19 +51,16 @@ class OwnedDirectory:
 
     def discard(self) -> None:
         """Release the lock, and remove the directory, if possible. May be called again."""
-        self.release()  # first: NFS keeps a file that is open, and so its directory
-        with contextlib.suppress(OSError):
-            remove(self.path)
-
-    def release(self) -> None:
-        """Release the lock. May be called again."""
         descriptor, self._descriptor = self._descriptor, -1
+        # Released first: NFS keeps a file that is open, and so its directory.
         if descriptor >= 0:
             with contextlib.suppress(OSError):  # someone else has closed it
                 try:  # closing is not enough: a forked process may also hold the descriptor
                     fcntl.flock(descriptor, fcntl.LOCK_UN)
                 finally:
                     os.close(descriptor)
+        with contextlib.suppress(OSError):
+            remove(self.path)
 
 
 def make_fresh(path: Path) -> OwnedDirectory | None:

@@ -11,6 +11,7 @@ parameter of which a group holds a part; other groups hold the other parts, unde
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 import reprlib
@@ -125,15 +126,16 @@ class Manifest:
     groups: tuple[FlatGroup, ...]
     files: tuple[FileFacts, ...]  # by number
     param_groups: Any  # of the optimizer, encoded, with parameter names; None: saved without one
-    written_by: dict[str, str]  # versions
+    written_by: dict[str, str] = dataclasses.field(default_factory=versions)
     # The class of the optimizer and those that it inherits from; empty: not known.
     optimizer_classes: tuple[str, ...] = ()
     shares_extra: bool = False  # the extra values in the common file are those of all ranks
     # By name of a parameter whose optimizer state one rank had whole: the file with that state.
     owners: dict[str, int] = dataclasses.field(default_factory=dict)
 
+    @functools.cached_property
     def parameters(self) -> dict[str, SavedParameter]:
-        """Return the parameters by each name. Raises ValueError for gaps and overlaps."""
+        """The parameters by each name. Raises ValueError for gaps and overlaps."""
         places: dict[tuple[str, ...], list[tuple[FlatGroup, int]]] = {}
         for group in self.groups:
             for index, names in enumerate(group.names):
@@ -161,7 +163,7 @@ class Manifest:
             "version": VERSIONS[
                 any(not each.is_whole for group in self.groups for each in group.pieces)
             ],
-            **vars(self),
+            **{field.name: getattr(self, field.name) for field in dataclasses.fields(self)},
             "groups": [group.as_json() for group in self.groups],
             "files": [
                 {
@@ -296,7 +298,7 @@ def _of_json(content: dict[str, Any]) -> Manifest:
     manifest = Manifest(**found)
     if len({group.name for group in manifest.groups}) < len(groups):
         raise ValueError("two groups have one name")
-    manifest.parameters()  # raises
+    _ = manifest.parameters  # raises
     return manifest
 
 

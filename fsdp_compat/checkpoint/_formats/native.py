@@ -6,13 +6,14 @@ one file with some of it. The directory may lack the others (a folder per node).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import json
 import math
 import re
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,6 @@ from .manifest import (
     StateTensor,
     file_name,
     read_manifest,
-    versions,
 )
 from .paths import member
 from .writers import Elements, FilePart, FileTensor, WriteOptions, dtype_to_write, write_file
@@ -75,7 +75,7 @@ def native_in(path: Path) -> Path | None:
 
 def read_native(path: Path) -> Archive:
     """Return the content of a native checkpoint."""
-    return NativeCheckpoint(path).archive()
+    return NativeCheckpoint(path, read_manifest(path)).archive()
 
 
 def files_of_native(path: Path) -> Archive:
@@ -86,16 +86,12 @@ def files_of_native(path: Path) -> Archive:
     return Archive(path, KIND, {}, world_size=num_ranks, step=step, checksums=checksums)
 
 
-# (group, index of a parameter, file) -> the tensor that holds it; None: no state, so zeros.
-_EntryOf = Callable[[FlatGroup, int, int], str | None]
-
-
 class NativeCheckpoint:
     """One checkpoint, as tools and ranks read it."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.manifest = path, read_manifest(path)
-        self.parameters = self.manifest.parameters()
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path, self.manifest = path, manifest
+        self.parameters = manifest.parameters
         self.checksums = {
             member(path, file_name(number)): facts
             for number, facts in enumerate(self.manifest.files)
@@ -104,7 +100,6 @@ class NativeCheckpoint:
         self._files = Files(self.checksums)
         self._heads: dict[int, Head] = {}
         self._infos: dict[int, dict[str, TensorInfo]] = {}  # of the files whose heads were read
-        self._present = {file.name for file in path.iterdir()}
 
     def head(self, number: int) -> Head:
         """Return a file's head. It is read once, and parsed after its checksums match."""
@@ -174,9 +169,7 @@ class NativeCheckpoint:
         )
         for name, saved in self.parameters.items():
             if name == saved.names[0]:
-                archive.tensors[name] = self._tensor(
-                    name, saved, saved.dtype, lambda group, *_: group.name
-                )
+                archive.tensors[name] = self._tensor(saved)
             else:
                 archive.aliases[name] = saved.names[0]
         for name, encoded in self._common.others.items():
@@ -225,7 +218,7 @@ class NativeCheckpoint:
         for group, index, head in heads:
             for state in head.states.get(group, []):
                 if state.key not in found and _has(state.of, index):
-                    found[state.key] = self._state(saved, state.key, state.dtype)
+                    found[state.key] = self._tensor(saved, state)
         for group, index, head in heads:
             for key, values in head.scalars.get(group, []):
                 for of, value in values:
@@ -242,19 +235,14 @@ class NativeCheckpoint:
             axis, place = self.manifest.axes[group.axis], group.layout.params[index].in_full
             numel = group.layout.shard_numel
             with_some = axis[place.start // numel : -(-place.stop // numel)]
-            there = (n for n in (*with_some, *axis) if self._paths[n].name in self._present)
+            there = (n for n in (*with_some, *axis) if self._paths[n].name in self._names_here)
             found += [(group, index, number) for number in itertools.islice(there, 1)]
         (group, index), *_ = saved.places
         return found or [(group, index, self.manifest.axes[group.axis][0])]
 
-    def _state(self, saved: SavedParameter, key: Any, dtype: torch.dtype) -> StoredTensor:
-        def entry_of(group: FlatGroup, index: int, number: int) -> str | None:
-            for state in self.head(number).states.get(group.name, []):
-                if (state.key, state.dtype) == (key, dtype) and _has(state.of, index):
-                    return state.entry
-            return None
-
-        return self._tensor(f"{saved.names[0]}.{key}", saved, dtype, entry_of)
+    @functools.cached_property
+    def _names_here(self) -> set[str]:
+        return {file.name for file in self.path.iterdir()}
 
     def rank_local_states(
         self, name: str, share: Share | None, is_flattened: bool
@@ -288,27 +276,40 @@ class NativeCheckpoint:
 
     # -- where things lie
 
-    def _tensor(
-        self, name: str, saved: SavedParameter, dtype: torch.dtype, entry_of: _EntryOf
-    ) -> StoredTensor:
+    def _tensor(self, saved: SavedParameter, state: StateTensor | None = None) -> StoredTensor:
         """Return a parameter, or a state of it, in the shards of its groups."""
-        pieces = LazyPieces(functools.partial(self._pieces, saved, dtype, entry_of))
+        name, dtype = saved.names[0], saved.dtype
+        if state is not None:
+            name, dtype = f"{name}.{state.key}", state.dtype
+        pieces = LazyPieces(functools.partial(self._pieces, saved, state, dtype))
         return StoredTensor(name, dtype, saved.shape, pieces)
 
     def _pieces(
-        self, saved: SavedParameter, dtype: torch.dtype, entry_of: _EntryOf, box: Box | None
+        self, saved: SavedParameter, state: StateTensor | None, dtype: torch.dtype, box: Box | None
     ) -> Iterator[StoredPiece]:
         zero = torch.zeros((), dtype=dtype)
         for group, index in saved.places:
             part, numel = group.pieces[index], group.layout.shard_numel
             for number, run, first in self._runs(group, index, box or Box.of_whole(saved.shape)):
                 source: Span | torch.Tensor = zero.expand(run.numel)
-                if (entry := entry_of(group, index, number)) is not None:
+                if (entry := self._entry(group, index, number, state)) is not None:
                     start = self._start_of(number, entry, dtype, numel) + first * dtype.itemsize
                     source = Span(self._paths[number], start, (1,))
                 yield from pieces_of_run(
                     part.shape, run, source, dtype.itemsize, number, part.offsets
                 )
+
+    def _entry(
+        self, group: FlatGroup, index: int, number: int, state: StateTensor | None
+    ) -> str | None:
+        """Return which tensor of a file holds a parameter, or a state of it; None: no state there,
+        so zeros."""
+        if state is None:
+            return group.name
+        for each in self.head(number).states.get(group.name, []):
+            if (each.key, each.dtype) == (state.key, state.dtype) and _has(each.of, index):
+                return each.entry
+        return None
 
     def _runs(self, group: FlatGroup, index: int, box: Box) -> Iterator[tuple[int, Interval, int]]:
         """Yield where a group has the elements of a box, with those between them: (file, elements
@@ -390,6 +391,12 @@ class RankFile:
 
         return put
 
+    def add_others(self, others: Mapping[str, Any]) -> None:
+        """Add buffers, unmanaged parameters and extra state, by name."""
+        self.head.others = {
+            name: encode(value, name, self.under("other", name)) for name, value in others.items()
+        }
+
     def add_states(
         self,
         group: str,
@@ -427,7 +434,7 @@ def write_native(archive: Archive, path: Path, options: WriteOptions, files: Fil
     """Write a native checkpoint for ``options.world_size`` ranks. Parameters whose names begin with
     the same match of ``options.unit`` share a unit. Raises UsageError for unfit values."""
     path.mkdir()
-    target = _Target(archive, options, files)
+    target = _target_of(archive, options, files)
 
     def write(number: int, stop: Tick) -> FileFacts:
         file = target.file(number)
@@ -438,50 +445,27 @@ def write_native(archive: Archive, path: Path, options: WriteOptions, files: Fil
     write_text(path / MANIFEST, target.manifest(facts).as_text())
 
 
+@dataclasses.dataclass(frozen=True)
 class _Target:
     """The checkpoint to write: a file per rank, all with the same groups."""
 
-    def __init__(self, archive: Archive, options: WriteOptions, files: Files) -> None:
-        self._archive, self._options, self._files = archive, options, files
-        self._identity = uuid.uuid4().hex
-        if archive.is_by_number and archive.param_groups is not None:
-            raise UsageError.of(
-                "The parameters of the optimizer are numbered, and their names are not known.",
-                expected="optimizer state by parameter name",
-                got="numbers, as torch.optim saves them",
-                where=str(archive.path),
-                fix="pass their names as optimizer_names (--optimizer-names FILE), or leave the "
-                "optimizer out",
-            )
-        self._groups = _groups(archive, options)
-        not_cut = {
-            (name, key): value
-            for name, param in archive.tensors.items()
-            for key, value in archive.states.get(name, {}).items()
-            if not is_per_element(key, value, param.shape)
-        }
-        # Parameters whose states lie whole in the common file, as one rank stepped them whole.
-        self._owned = {
-            name
-            for (name, _), value in not_cut.items()
-            if isinstance(value, StoredTensor) and value.numel > 1
-        }
-        # By parameter and key: states that are not cut as the parameter is, encoded.
-        self._small = {
-            (name, key): encode(read_all(value, files), f"{name}.{key}", tensor_as_text)
-            for (name, key), value in not_cut.items()
-            if name not in self._owned
-        }
+    archive: Archive
+    options: WriteOptions
+    files: Files
+    identity: str
+    groups: tuple[FlatGroup, ...]
+    owned: set[str]  # parameters whose states lie whole in the common file: one rank had them
+    small: dict[tuple[str, Any], Any]  # encoded states that are not cut as their parameter is
 
     def file(self, rank: int) -> RankFile:
         """Return the content of the file of a rank."""
-        file = RankFile(lambda tensor: Elements.all_of(tensor, self._files))
-        file.head.identity, file.head.number = self._identity, rank
-        for group in self._groups:
-            params = [self._archive.tensors[names[0]] for names in group.names]
+        file = RankFile(lambda tensor: Elements.all_of(tensor, self.files))
+        file.head.identity, file.head.number = self.identity, rank
+        for group in self.groups:
+            params = [self.archive.tensors[names[0]] for names in group.names]
             parts = [self._part(group, at, rank, param) for at, param in enumerate(params)]
             file.add(group.name, group.dtype, (group.layout.shard_numel,), parts)
-        for group in self._groups:
+        for group in self.groups:
             states = self._states(group, rank)
             file.add_states(group.name, group.layout.shard_numel, len(group.names), states)
         if rank == _COMMON:
@@ -490,62 +474,81 @@ class _Target:
 
     def _part(self, group: FlatGroup, index: int, rank: int, tensor: StoredTensor) -> FilePart:
         part = group.layout.part(index, rank)
-        values = Elements(tensor, part, self._files)
+        values = Elements(tensor, part, self.files)
         return FilePart(group.layout.part_in_shard(index, rank).start, values)
 
     def _states(self, group: FlatGroup, rank: int) -> Iterator[tuple[Any, list[int], Any]]:
         for index, (name, *_) in enumerate(group.names):
-            states = self._archive.states.get(name, {}) if name not in self._owned else {}
+            states = self.archive.states.get(name, {}) if name not in self.owned else {}
             for key, value in states.items():
-                if (name, key) in self._small:
-                    yield key, [index], self._small[name, key]
+                if (name, key) in self.small:
+                    yield key, [index], self.small[name, key]
                 else:
                     yield key, [index], self._part(group, index, rank, value)
 
     def _add_common(self, file: RankFile) -> None:
         """Add extra values, extra state, whole states, and those of parameters that are not
         there."""
-        extra: Any = dict(self._archive.extra)
+        extra: Any = dict(self.archive.extra)
         extra_state = extra.get(EXTRA_STATE)
         extra_state = extra.pop(EXTRA_STATE) if isinstance(extra_state, dict) else {}
-        if set(extra) == {EXTRA, "step"} and extra["step"] == self._archive.step:
+        if set(extra) == {EXTRA, "step"} and extra["step"] == self.archive.step:
             del extra["step"]  # where another format has put it
         if set(extra) == {EXTRA}:
             extra = extra[EXTRA]
         file.head.extra = encode(extra if extra != {} else None, "extra", file.under("extra"))
-        cut = self._archive.tensors.keys() - self._owned
-        for name in [name for name in self._archive.states if name not in cut]:
+        cut = self.archive.tensors.keys() - self.owned
+        for name in [name for name in self.archive.states if name not in cut]:
             put = file.under("other state", name)
             file.head.other_states[name] = [
                 (key, encode(value, f"{name}.{key}", put))
-                for key, value in self._archive.states[name].items()
+                for key, value in self.archive.states[name].items()
             ]
-        file.head.others = {
-            name: encode(value, name, file.under("other", name))
-            for name, value in extra_state.items()
-        }
+        file.add_others(extra_state)
 
     def manifest(self, facts: list[FileFacts]) -> Manifest:
         """facts: of the ranks' files."""
-        param_groups = self._archive.param_groups
+        param_groups = self.archive.param_groups
         return Manifest(
-            self._identity,
-            self._options.step,
+            self.identity,
+            self.options.step,
             _COMMON,
-            (tuple(range(self._options.world_size)),),
-            self._groups,
+            (tuple(range(self.options.world_size)),),
+            self.groups,
             tuple(facts),
             param_groups and list(map(self._param_group, param_groups)),
-            versions(),
-            () if param_groups is None else self._archive.optimizer_classes,
+            optimizer_classes=() if param_groups is None else self.archive.optimizer_classes,
             shares_extra=True,
-            owners=dict.fromkeys(sorted(self._owned), _COMMON),
+            owners=dict.fromkeys(sorted(self.owned), _COMMON),
         )
 
     def _param_group(self, group: dict[str, Any]) -> dict[str, Any]:
         settings = {key: value for key, value in group.items() if key != "params"}
-        text = encode(read_all(settings, self._files), "parameter group", tensor_as_text)
+        text = encode(read_all(settings, self.files), "parameter group", tensor_as_text)
         return {"params": list(group["params"]), "settings": text}
+
+
+def _target_of(archive: Archive, options: WriteOptions, files: Files) -> _Target:
+    if archive.is_by_number and archive.param_groups is not None:
+        raise UsageError.of(
+            "The parameters of the optimizer are numbered, and their names are not known.",
+            expected="optimizer state by parameter name",
+            got="numbers, as torch.optim saves them",
+            where=str(archive.path),
+            fix="pass their names as optimizer_names (--optimizer-names FILE), or leave the "
+            "optimizer out",
+        )
+    owned, small = set[str](), dict[tuple[str, Any], Any]()
+    for name, param in archive.tensors.items():
+        state = archive.states.get(name, {}).items()
+        not_cut = {key: its for key, its in state if not is_per_element(key, its, param.shape)}
+        if any(isinstance(its, StoredTensor) and its.numel > 1 for its in not_cut.values()):
+            owned.add(name)
+            continue
+        for key, value in read_all(not_cut, files).items():
+            small[name, key] = encode(value, f"{name}.{key}", tensor_as_text)
+    groups = _groups(archive, options)
+    return _Target(archive, options, files, uuid.uuid4().hex, groups, owned, small)
 
 
 def _groups(archive: Archive, options: WriteOptions) -> tuple[FlatGroup, ...]:

@@ -17,6 +17,7 @@ from torch import nn
 
 from ... import _torch_private
 from ..._archive.walk import LEFT_OUT
+from ..._engine.device import has_streams
 from ..._engine.state_store import store_of
 from ..._state.held import unmanaged_state
 from ..._state.optim_contents import HeldStates, Kinds, StateKind, classify_all, ownership_of
@@ -41,29 +42,25 @@ class Snapshot(RankFile):
         super().__init__()
         self.param_groups: Any = None  # of the optimizer, encoded; None without one
         self.optimizer_classes: tuple[str, ...] = ()
-        # What is not in the common part: how many tensors, and the states that this rank owns.
-        self._num_own, self._owned = 0, dict[str, list[tuple[Any, Any]]]()
-
-    @property
-    def owned(self) -> list[str]:
-        """The names of the parameters whose states are this rank's alone, whole."""
-        return list(self._owned)
+        self.owned: list[str] = []  # parameters whose states are this rank's alone, whole
+        self._num_own = 0  # of the tensors, the others are in the common part
+        self.wait_for_copy: Callable[[], object] = lambda: None
 
     def drop_common(self) -> None:
         """Leave the common part to another rank."""
         del self.tensors[self._num_own :]
-        self.head.others, self.head.other_states = {}, self._owned
+        states = self.head.other_states
+        self.head.others, self.head.other_states = {}, {name: states[name] for name in self.owned}
 
-    def detach(self) -> Callable[[], object]:
+    def detach(self) -> None:
         """Replace all values by copies on the CPU, which training does not change, and which are
-        complete after the returned function was called."""
+        complete after ``wait_for_copy``."""
         parts = [part for tensor in self.tensors for part in tensor.parts]
         values = [part.values for part in parts if isinstance(part.values, torch.Tensor)]
-        copies, wait = stage(values)
+        copies, self.wait_for_copy = stage(values)
         staged = iter(copies)
         for tensor in self.tensors:
             tensor.parts = [FilePart(part.start, next(staged)) for part in tensor.parts]
-        return wait
 
     def encoded(self, name: str, key: Any, value: Any, put: Put) -> Any:
         """Return a state or setting, encoded; LEFT_OUT, noted in the head, if it is not data."""
@@ -75,11 +72,8 @@ class Snapshot(RankFile):
 
     def add_common(self, model: nn.Module, states: Mapping[str, Mapping[Any, Any]]) -> None:
         """Add the common part. states: of unmanaged parameters, by name."""
-        self._num_own, self._owned = len(self.tensors), dict(self.head.other_states)
-        self.head.others = {
-            name: encode(value, name, self.under("other", name))
-            for name, value in unmanaged_state(model).items()
-        }
+        self._num_own, self.owned = len(self.tensors), list(self.head.other_states)
+        self.add_others(unmanaged_state(model))
         self.add_whole_states(states)
 
     def add_whole_states(self, states: Mapping[str, Mapping[Any, Any]]) -> None:
@@ -134,7 +128,8 @@ def _add_optimizer(
     ]
     snapshot.optimizer_classes = classes_of(optimizer)
     current = [p for p in ownership.numbers if not ownership.is_vacant(p)]
-    held = HeldStates(ownership, {p: optimizer.state[p] for p in current if optimizer.state.get(p)})
+    own_states = {p: dict(optimizer.state[p]) for p in current if optimizer.state.get(p)}
+    held = HeldStates(ownership, _with_steps_on_host(own_states))
     kinds = classify_all(held.of_shards, tells_0d=True)
     written = [named for named in groups if named.is_written_here]
     for named in written:
@@ -175,6 +170,22 @@ def _settings(snapshot: Snapshot, group: Mapping[str, Any], number: int) -> Any:
         is not LEFT_OUT
     }
     return encode(kept, f"parameter group {number}", tensor_as_text)
+
+
+def _with_steps_on_host(states: dict[Any, dict[Any, Any]]) -> dict[Any, dict[Any, Any]]:
+    """Bring the 0-d tensors of all states to the CPU, such as the steps of a capturable optimizer:
+    the host waits once for a device, not once for a parameter."""
+    places: dict[Any, list[tuple[dict[Any, Any], Any]]] = {}
+    for state in states.values():
+        for key, value in state.items():
+            if type(value) is torch.Tensor and not value.dim() and has_streams(value.device):
+                places.setdefault((value.device, value.dtype), []).append((state, key))
+    for alike in places.values():
+        for (state, key), value in zip(
+            alike, torch.stack([state[key] for state, key in alike]).cpu(), strict=True
+        ):
+            state[key] = value
+    return states
 
 
 def _states(

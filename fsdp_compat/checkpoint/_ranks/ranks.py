@@ -16,12 +16,13 @@ import torch.distributed as dist
 from torch import nn
 
 from ... import _torch_private
+from ..._comm.agreement import raise_together, told
 from ..._comm.communicator import communicator
 from ..._comm.mesh import Axis, Mesh
 from ..._engine import rendezvous
 from ..._state.optim_contents import require_units
 from ..._state.units import ModelUnit, model_units_in, runtimes_of, tensor_parallel_axes
-from ...errors import CheckpointError, StateError, UsageError, wrong_type
+from ...errors import CheckpointError, StateError, wrong_type
 from .. import _background as background
 from .mailbox import RankLost, StoreMailbox
 from .processes import Members, own_facts
@@ -39,14 +40,16 @@ class Ranks:
     have_agreed: bool = False  # at least once in this call
 
     @contextlib.contextmanager
-    def taking_part(self) -> Iterator[None]:
-        """Wrap the call: if this rank leaves it with an error, the others stop waiting for it."""
+    def taking_part(self, ends_call: bool = True) -> Iterator[None]:
+        """Wrap the call: if this rank leaves it with an error, the others stop waiting for it.
+        ends_call: False for a part of a call, after which this rank goes on with it."""
         try:
             yield
         except BaseException as error:
             self.mailbox.leave(error)
+            self.mailbox.close()
             raise
-        finally:
+        if ends_call:
             self.mailbox.close()
 
     def exchange(self, value: object) -> list[Any]:
@@ -79,36 +82,38 @@ class Ranks:
             fix=f"look for that rank's error; {state}earlier checkpoints are unchanged",
         )
 
-    def agree(self, problem: BaseException | None, value: object) -> list[Any]:
-        """Return every rank's ``value`` (JSON). If a rank has a problem, raise on all: its own
-        error there, elsewhere one that quotes it. The first time in a call, raise instead if an
-        earlier ``async_save`` failed and was not reported. Collective."""
+    @contextlib.contextmanager
+    def agreeing(self, what: str, path: object, state: str) -> Iterator[Agreement]:
+        """Run the with block on all ranks, and tell each other how it went. If it raises on a rank,
+        raise on all: its own error there, of an OSError that ``what`` failed at ``path``, and the
+        ``state`` it leaves; elsewhere an error that quotes it. The first time in a call, raise
+        instead if an earlier ``async_save`` failed and was not reported. Collective."""
+        agreement = Agreement()
+        problem: Exception | None = None
+        try:
+            yield agreement
+        except OSError as error:
+            problem = CheckpointError.of(
+                what,
+                expected="files that can be read and written",
+                got=f"{type(error).__name__}: {error}",
+                where=str(path),
+                fix=f"check the path, free space and permissions; {state}",
+            )
+            problem.__cause__ = error
+        except Exception as error:
+            problem = error
         unreported = {} if self.have_agreed else background.unreported()
         self.have_agreed = True
-        told = None if problem is None else (type(problem).__name__, str(problem))
-        answers = self.exchange((told, value if problem is None else None, unreported))
-        earlier = {identity: text for _, _, failed in answers for identity, text in failed.items()}
-        problems = {n: there for n, (there, _, _) in enumerate(answers) if there is not None}
-        if earlier or problems:
+        own = told(problem), agreement.own if problem is None else None, unreported
+        problems, values, failed = zip(*self.exchange(own), strict=True)
+        earlier = {identity: text for each in failed for identity, text in each.items()}
+        if earlier or any(problems):
             self.mailbox.close()
         if earlier:
             raise background.report_failed(earlier, self.call) from problem
-        if problem is not None:
-            raise problem
-        for number, (name, text) in problems.items():
-            kind = UsageError if name.endswith("UsageError") else CheckpointError
-            raise kind(f"{self.call}, on rank {number} of {self.count}: {text}")
-        return [value_there for _, value_there, _ in answers]
-
-    @contextlib.contextmanager
-    def agreeing(self, what: str, path: object, state: str) -> Iterator[Agreement]:
-        """Run the with block on all ranks, then ``agree`` on its outcome. Collective."""
-        agreement, problem = Agreement(), None
-        try:
-            yield agreement
-        except Exception as error:
-            problem = checkpoint_error_from(error, what, path, state)
-        agreement.by_rank = self.agree(problem, agreement.own)
+        raise_together(problem, problems, self.call)
+        agreement.by_rank = list(values)
 
 
 @dataclasses.dataclass
@@ -172,18 +177,3 @@ def require_rest(units: list[ModelUnit], call: str) -> None:
         runtime.require_idle(call)
         runtime.require_parts(call)
         runtime.reshard_all()
-
-
-def checkpoint_error_from(error: Exception, what: str, path: Any, state: str) -> Exception:
-    """Return ``error``; an OSError as CheckpointError. state: what the call leaves behind."""
-    if not isinstance(error, OSError):
-        return error
-    result = CheckpointError.of(
-        what,
-        expected="files that can be read and written",
-        got=f"{type(error).__name__}: {error}",
-        where=str(path),
-        fix=f"check the path, free space and permissions; {state}",
-    )
-    result.__cause__ = error
-    return result
