@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from .._comm.agreement import agreeing
 from .._comm.transport import are_alike
 from .._engine import rendezvous
 from .._engine.group import Group
@@ -22,7 +23,7 @@ from ..errors import RuntimeUsageError, UsageError, require_module, takes, unusa
 from .dry_run import states_to_be
 from .elementwise import depends_on_others, small_shape
 from .grad_norms import require_reduced
-from .optim_agreement import agreeing, gathered_along
+from .optim_agreement import gathered_along
 from .optim_contents import (
     CompositeOptimizer,
     NumberedState,
@@ -110,7 +111,7 @@ class GatheredOptimizer(CompositeOptimizer):
             by_kind.setdefault(kind, []).append(place)
         self._exchanges = [Exchange(places, owners_of(places)) for places in by_kind.values()]
         exchange = functools.partial(gathered_along, self._axes)
-        with agreeing(exchange, lambda *told: _unmade(f"{told[2]}: {told[3]}")) as agreement:
+        with agreeing(exchange, f"{_WHAT} could not be made on all ranks") as agreement:
             self._make(choice, make, others)
             own = ownership_of(self.param_groups, _WHAT, units, model)
             agreement.own = own.names_by_group

@@ -9,11 +9,9 @@ of. Any other difference raises the same error on all ranks."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -33,36 +31,6 @@ def gathered_along(axes: Iterable[Transport], value: object) -> list[Any]:
     for axis in axes:
         found = [its for of_rank in axis.gather_objects(found) for its in of_rank]
     return found
-
-
-@dataclasses.dataclass
-class Agreement:
-    """What ranks tell each other after a step that each takes by itself."""
-
-    own: Any = None  # of this rank, set inside the with block
-    by_rank: list[Any] = dataclasses.field(default_factory=list)  # set at its end
-
-
-@contextlib.contextmanager
-def agreeing(
-    exchange: Callable[[Any], list[Any]], refused: Callable[[int, int, str, str], Exception]
-) -> Iterator[Agreement]:
-    """Run the with block on all ranks; if it fails on any, raise on all: its own error there,
-    elsewhere what ``refused`` makes of the rank, the number of ranks, and the error's class and
-    text. exchange: returns every rank's value. Collective."""
-    agreement, problem = Agreement(), None
-    try:
-        yield agreement
-    except Exception as error:  # raised when the other ranks have been told
-        problem = error
-    told = None if problem is None else (type(problem).__name__, str(problem))
-    answers = exchange((told, agreement.own))
-    if problem is not None:
-        raise problem
-    for rank, (failure, _) in enumerate(answers):
-        if failure is not None:
-            raise refused(rank, len(answers), *failure)
-    agreement.by_rank = [own for _, own in answers]
 
 
 class OptimizerFacts(NamedTuple):

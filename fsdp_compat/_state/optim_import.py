@@ -6,7 +6,6 @@ cuts its part out of its own dict, or out of what rank 0 sends."""
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import textwrap
 import warnings
@@ -16,18 +15,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import _torch_private, errors
+from .. import _torch_private
+from .._comm.agreement import agreeing
 from .._engine.group import Group
 from .._engine.state_store import store_of
 from .._text import joined
 from ..errors import (
     CheckpointError,
-    FsdpCompatError,
-    RuntimeUsageError,
     UsageError,
 )
 from .loaded_values import is_sharded, read_part
-from .optim_agreement import agreeing, describe, global_rank, require_alike
+from .optim_agreement import describe, global_rank, require_alike
 from .optim_contents import (
     CompositeOptimizer,
     NumberedState,
@@ -87,7 +85,7 @@ def import_optim_state(
     shared = [each for each in all_groups if rank0 is not None and _num_ranks(each) == num_ranks]
     plan: _Given | None = None
     exchange = rank0.gather if rank0 is not None else lambda value: [value]
-    with agreeing(exchange, functools.partial(_refused, where)) as agreement:
+    with agreeing(exchange, where) as agreement:
         ownership, facts = ownership_of(groups, label, units, model), ""
         if rank0 is not None:
             described = repr(describe(ownership, shared, exact=False))
@@ -129,18 +127,6 @@ def import_optim_state(
 
 def _num_ranks(group: Group) -> int:
     return group.shard.ranks * group.replica.ranks
-
-
-def _refused(where: str, rank: int, count: int, kind: str, text: str) -> FsdpCompatError:
-    """Return the error for a dict that another rank refused."""
-    of_kind: type[FsdpCompatError] = vars(errors).get(kind, RuntimeUsageError)
-    return of_kind.of(
-        "Another rank refused the optimizer state dict.",
-        expected="a dict that fits on every rank",
-        got=f"on rank {rank} of {count}: {text}",
-        where=where,
-        fix="see the error on that rank",
-    )
 
 
 def _require_senders(

@@ -73,7 +73,8 @@ class OptimizerLoadPlan:
                     got=kept,
                     where=path,
                     fix="build the optimizer that was saved; or pass optimizer=None to load the "
-                    "model alone, or strict=False to keep the optimizer's own state",
+                    "model alone, or strict=False to checkpoint.load(path, ...) to keep the "
+                    "optimizer's own state",
                 )
             self._kept.update(self._owned.numbers)
             why = f"the checkpoint holds {kept}"

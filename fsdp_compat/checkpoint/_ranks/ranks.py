@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ... import _torch_private
-from ..._comm.agreement import raise_together, told
+from ..._comm.agreement import Agreement, raise_together, told
 from ..._comm.communicator import communicator
 from ..._comm.mesh import Axis, Mesh
 from ..._engine import rendezvous
@@ -112,16 +112,8 @@ class Ranks:
             self.mailbox.close()
         if earlier:
             raise background.report_failed(earlier, self.call) from problem
-        raise_together(problem, problems, self.call)
+        raise_together(problem, problems, self.call, CheckpointError)
         agreement.by_rank = list(values)
-
-
-@dataclasses.dataclass
-class Agreement:
-    """What the ranks tell each other when they agree, as JSON."""
-
-    own: Any = None  # of this rank, set inside the with block
-    by_rank: list[Any] = dataclasses.field(default_factory=list)  # set at its end
 
 
 def ranks_of(model: Any, call: str) -> tuple[list[ModelUnit], Ranks]:
