@@ -6,7 +6,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from .loaded_values import (
 )
 from .model_state import beside_units, sharded_keys
 from .own_ways import StandIn, exact_buffers_of, loads_in_own_way, overrides, units_with_say
-from .rank0 import Outline, Rank0Broadcast, Rank0Value, outline_of, received
+from .rank0 import Outline, Rank0Broadcast, Rank0Value, common_mesh, outline_of, received
 from .sharded_values import BoxedTensor, cut_of, dtype_of, flat_cut
 from .summon import Options, full_unit
 from .units import (
@@ -44,6 +44,7 @@ from .units import (
     below,
     clean_name,
     is_flat_name,
+    is_registered,
     managed_names,
     model_unit_of,
     model_units_in,
@@ -66,7 +67,7 @@ def load_state_dict(
     require_bools("load_state_dict", strict=strict, assign=assign)
     state_dict = _without_ddp_prefix(own.unit.module, state_dict)
     if is_on(own.form):
-        state_dict = _filled(wrapper, state_dict, strict, assign)
+        state_dict = completed(wrapper, state_dict, strict, assign)
     if not isinstance(state_dict, Mapping):
         raise TypeUsageError.of(
             "This is not a state dict.",
@@ -75,7 +76,7 @@ def load_state_dict(
             where="load_state_dict(state_dict)",
             fix=_EVERYWHERE,
         )
-    _refuse_values(wrapper, own.unit.label, state_dict, strict)
+    refuse_values(wrapper, own.unit.label, state_dict, strict)
     inner, usual = getattr(wrapper, FSDP_WRAPPED_MODULE), nn.Module.load_state_dict
     is_inners = overrides(inner, "load_state_dict") and not own.unit.summoned
     having = units_with_say(wrapper, loads_in_own_way)
@@ -209,19 +210,31 @@ def load_unmanaged(model: nn.Module, entries: Mapping[str, Any]) -> None:
         old: dict[str, Any] = {clean_name(name): state.pop(name) for name in names}
         state.update(entries)
         for name in entries:
-            like: Any = old.get(name)
-            if _torch_private.is_dtensor(like):
-                from torch.distributed.tensor import distribute_tensor  # imported already
-
-                own, places = state[name].to(like.device), (like.device_mesh, like.placements)
-                state[name] = distribute_tensor(own, *places, src_data_rank=None)
+            state[name] = _placed_as(state[name], old.get(name))
         model.load_state_dict(_with_versions(model, state), strict=False)
+
+
+def place_beside(model: nn.Module, entries: MutableMapping[str, Any]) -> None:
+    """Replace whole tensors by DTensors where a parameter beside units is one. Nothing is sent."""
+    beside = {slot.name: slot.value for slot in unmanaged_in(model)}
+    for key, value in entries.items():
+        entries[key] = _placed_as(value, beside.get(clean_name(key)))
+
+
+def _placed_as(value: Any, like: Any) -> Any:
+    """Return a whole tensor as a DTensor, if ``like`` is one; other values as they are."""
+    if not (_torch_private.is_dtensor(like) and type(value) in (torch.Tensor, nn.Parameter)):
+        return value
+    from torch.distributed.tensor import distribute_tensor  # imported already
+
+    own, places = value.detach().to(like.device), (like.device_mesh, like.placements)
+    return distribute_tensor(own, *places, src_data_rank=None)
 
 
 # -- what does not fit
 
 
-def _refuse_values(
+def refuse_values(
     model: nn.Module, label: str, state_dict: Mapping[str, Any], strict: bool
 ) -> None:
     """Raise CheckpointError, before anything changes, for missing (``strict``) or unfit values, but
@@ -358,7 +371,8 @@ def _load_flat(group: Group, section: Section, flat: Any) -> None:
 
 
 def _load_params(group: Group, values: dict[int, Any], takes_parts: bool) -> None:
-    store, values = store_of(group), received(group, values)
+    store = store_of(group)
+    values = received(store, group.name, values)
     for index in list(values):
         value, cut = values.pop(index), cut_of(group, index)
         is_part = takes_parts and _is_part(value, cut.part)
@@ -464,11 +478,9 @@ def is_on(settings: StateDictSettings) -> bool:
     )
 
 
-def follow(module: nn.Module) -> None:
+def follow(module: nn.Module, units: Iterable[ModelUnit]) -> None:
     """Hook a module around units that load from rank 0, to complete its dict; or unhook it."""
-    is_wanted = model_unit_of(module) is None and any(
-        is_on(unit.form) for unit in model_units_in(module)
-    )
+    is_wanted = not is_registered(module) and any(is_on(unit.form) for unit in units)
     hooks = module._load_state_dict_pre_hooks
     own = [key for key, hook in hooks.items() if getattr(hook, "hook", None) is _before_load_around]
     for key in own if not is_wanted else ():
@@ -485,11 +497,11 @@ def _before_load_around(
         return
     own = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
     assign = bool(metadata.get("assign_to_params_buffers"))
-    filled = _filled(module, own, strict, assign)
+    filled = completed(module, own, strict, assign)
     state_dict.update((prefix + key, value) for key, value in filled.items())
 
 
-def _filled(model: nn.Module, given: Any, strict: bool, assign: bool) -> Any:
+def completed(model: nn.Module, given: Any, strict: bool, assign: bool) -> Any:
     """Return the state dict to load: ``given``, unless only rank 0 has one. Its parameters of units
     are sent when they are loaded (`Rank0Value`), other tensors now, unless ``assign`` into the
     model's memory. Collective. Raises CheckpointError on all ranks, before anything changes."""
@@ -498,16 +510,17 @@ def _filled(model: nn.Module, given: Any, strict: bool, assign: bool) -> Any:
         "load_state_dict", (group for each in units for group in each.unit.groups), copies=True
     )
     label = type(model).__name__ if own is None else own.unit.label
-    meshes = {(each.mesh.shard.members, each.mesh.replica.members) for each in units}
-    if len(meshes) > 1:
+    mesh = common_mesh(units)
+    if mesh is None:
+        meshes = {(each.mesh.shard.members, each.mesh.replica.members) for each in units}
         raise UsageError.of(
             "Units on different ranks cannot be loaded from one rank.",
-            expected="all units in the module on the same ranks, or rank0_only=False",
+            expected="units on the same ranks, or on all ranks, or rank0_only=False",
             got=f"units on {sorted(meshes)}",
             where=label,
             fix="load the state dict on every rank, without rank0_only=True",
         )
-    rank0 = Rank0Broadcast(units[0].mesh, units[0].device)
+    rank0 = Rank0Broadcast(mesh, units[0].device)
     is_dict = given is None or isinstance(given, Mapping)
     all_dicts, have = zip(*rank0.gather((is_dict, is_dict and bool(given))), strict=True)
     if not is_dict or (all(all_dicts) and len(set(have)) == 1):
@@ -522,7 +535,7 @@ def _filled(model: nn.Module, given: Any, strict: bool, assign: bool) -> Any:
     told, error = None, None
     if rank0.is_here:
         try:
-            _refuse_values(model, label, given, strict)
+            refuse_values(model, label, given, strict)
             seen_whole = units_with_say(model, loads_in_own_way)
             given, told = _outlined(given, managed_names(model, but=seen_whole), label)
         except CheckpointError as caught:
@@ -544,6 +557,7 @@ def _filled(model: nn.Module, given: Any, strict: bool, assign: bool) -> Any:
             if target is not None and _torch_private.is_plain(target):
                 value = target.detach().copy_(sent.reshape(target.shape))
         filled[key] = value
+    place_beside(model, filled)
     if metadata is not None:
         setattr(filled, "_metadata", metadata)
     return filled

@@ -49,7 +49,7 @@ from .optim_fit import (
     per_element,
     settings_for,
 )
-from .rank0 import Rank0Broadcast, outline_of
+from .rank0 import Rank0Broadcast, common_mesh, outline_of
 from .rank_local import RankState, check_layout, restored
 from .sharded_values import cut_of
 from .units import model_units_in, names_before
@@ -91,9 +91,11 @@ def import_optim_state(
         own = ownership_of(groups, label, units, model)
         given = _read(own, state_dict, wanted, names_before(model), where)
         return _Loading(own, given, None, wanted).result(all_groups)
-    first = model_units_in(model)[0]
-    rank0 = Rank0Broadcast(first.mesh, first.device)
-    shared = [each for each in all_groups if _num_ranks(each) == rank0.num_ranks]
+    registered = model_units_in(model)
+    mesh = common_mesh(registered) if wanted.from_rank0 else None
+    rank0 = Rank0Broadcast(mesh or registered[0].mesh, registered[0].device)
+    foreign = [g for g in all_groups if mesh is None and _num_ranks(g) != rank0.num_ranks]
+    shared = [group for group in all_groups if group not in foreign]
     ownership, plan, problem, facts = None, None, None, ""
     try:
         ownership = ownership_of(groups, label, units, model)
@@ -115,7 +117,7 @@ def import_optim_state(
     have, texts, kinds, digests = (list(each) for each in zip(*answers, strict=True))
     _refuse_together(texts, kinds, where)
     if not all(have):
-        _require_senders(have, wanted.from_rank0, all_groups, rank0.num_ranks, where)
+        _require_senders(have, wanted.from_rank0, foreign, rank0.num_ranks, where)
     if len({*digests}) > 1:
         exact = rank0.gather((global_rank(), describe(ownership, shared, exact=True)))
         require_alike(ownership, shared, dict(exact), where, unmanaged=not all(have))
@@ -147,9 +149,10 @@ def _refuse_together(
 
 
 def _require_senders(
-    have: Sequence[bool], from_rank0: bool, groups: Iterable[Group], num_ranks: int, where: str
+    have: Sequence[bool], from_rank0: bool, foreign: Iterable[Group], num_ranks: int, where: str
 ) -> None:
-    """Raise UsageError unless rank 0 can send its dict. have: by rank, or of this one alone."""
+    """Raise UsageError unless rank 0 can send its dict. have: by rank, or of this one alone.
+    foreign: groups of other ranks than these."""
     missing = [rank for rank, has in enumerate(have) if not has]
     if not from_rank0 or 0 in missing:
         ranks = f" on rank(s) {textwrap.shorten(str(missing), 100)} of {len(have)}"
@@ -162,15 +165,14 @@ def _require_senders(
             "arguments. To load a dict that only rank 0 has, set "
             "FullOptimStateDictConfig(rank0_only=True) for the model",
         )
-    for group in groups:  # the parameters of other ranks would differ
-        if _num_ranks(group) != num_ranks:
-            raise UsageError.of(
-                "Units that are sharded over different ranks cannot be loaded from one rank.",
-                expected=f"all units sharded over the same {num_ranks} ranks",
-                got=f"{_num_ranks(group)} ranks",
-                where=f"{where}, {group.name}",
-                fix="load the optimizer state dict on every rank, without rank0_only=True",
-            )
+    for group in foreign:  # the parameters of other ranks would differ
+        raise UsageError.of(
+            "Units that are sharded over different ranks cannot be loaded from one rank.",
+            expected=f"all units sharded over the same {num_ranks} ranks, or all ranks",
+            got=f"{_num_ranks(group)} ranks",
+            where=f"{where}, {group.name}",
+            fix="load the optimizer state dict on every rank, without rank0_only=True",
+        )
 
 
 # -- reading what was given
