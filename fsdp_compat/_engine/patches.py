@@ -110,9 +110,20 @@ def variables_of(
     for module, its in [*sys.modules.items(), *([] if also is None else [("", also)])]:
         is_own = module.partition(".")[0] == package
         if issubclass(type(its), types.ModuleType) and not is_own and where(module):
-            # vars() would load the modules of importlib.util.LazyLoader
-            namespace: dict[str, Any] = object.__getattribute__(its, "__dict__")
-            for name, value in list(namespace.items()):
-                if id(value) in wanted:
-                    found.append(Variable(module, namespace, name, value))
+            for namespace in _namespaces(module, its):
+                for name, value in list(namespace.items()):
+                    if id(value) in wanted:
+                        found.append(Variable(module, namespace, name, value))
     return found
+
+
+def _namespaces(name: str, module: types.ModuleType) -> list[dict[str, Any]]:
+    """Return the namespace of a module. multiprocessing runs the main module again in new processes
+    and keeps a copy of its variables: its functions see the original ones."""
+    # vars() would load the modules of importlib.util.LazyLoader
+    own: dict[str, Any] = object.__getattribute__(module, "__dict__")
+    seen: dict[int, dict[str, Any]] = {id(own): own}
+    for value in [*own.values()] if name == "__mp_main__" else ():
+        if isinstance(value, types.FunctionType) and value.__module__ == name:
+            seen[id(value.__globals__)] = value.__globals__
+    return [*seen.values()]

@@ -72,7 +72,7 @@ def set_state_dict_type(
     before = _one_form([unit for unit in wrapped if unit is not None] or units, module)
     for unit in units:
         unit.form = found if unit.device_mesh is None else with_dtensors
-    model_loading.follow(module)
+    model_loading.follow(module, units)
     return before
 
 
@@ -141,9 +141,10 @@ def state_dict_type(
 ) -> Generator[None, None, None]:
     """Set the state dict type inside the context, as ``set_state_dict_type`` does."""
     require_module(module, "state_dict_type")
+    units = model_units_in(module)
     try:
-        with in_form(model_units_in(module)):
+        with in_form(units):
             set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
             yield
     finally:
-        model_loading.follow(module)
+        model_loading.follow(module, units)  # units may be made anew: not before they are used

@@ -7,7 +7,15 @@ import collections
 import contextlib
 import dataclasses
 import operator
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from typing import Any
 
 import torch
@@ -166,13 +174,25 @@ def load_unmanaged(model: nn.Module, entries: Mapping[str, Any]) -> None:
         old: dict[str, Any] = {clean_name(name): state.pop(name) for name in names}
         state.update(entries)
         for name in entries:
-            like: Any = old.get(name)
-            if _torch_private.is_dtensor(like):
-                from torch.distributed.tensor import distribute_tensor  # imported already
-
-                own, places = state[name].to(like.device), (like.device_mesh, like.placements)
-                state[name] = distribute_tensor(own, *places, src_data_rank=None)
+            state[name] = _placed_as(state[name], old.get(name))
         model.load_state_dict(with_versions(model, state), strict=False)
+
+
+def place_beside(model: nn.Module, entries: MutableMapping[str, Any]) -> None:
+    """Replace whole tensors by DTensors where a parameter beside units is one. Nothing is sent."""
+    beside = {slot.name: slot.value for slot in unmanaged_in(model)}
+    for key, value in entries.items():
+        entries[key] = _placed_as(value, beside.get(clean_name(key)))
+
+
+def _placed_as(value: Any, like: Any) -> Any:
+    """Return a whole tensor as a DTensor, if ``like`` is one; other values as they are."""
+    if not (_torch_private.is_dtensor(like) and type(value) in (torch.Tensor, nn.Parameter)):
+        return value
+    from torch.distributed.tensor import distribute_tensor  # imported already
+
+    own, places = value.detach().to(like.device), (like.device_mesh, like.placements)
+    return distribute_tensor(own, *places, src_data_rank=None)
 
 
 def with_versions(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:

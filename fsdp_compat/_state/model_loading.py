@@ -32,6 +32,7 @@ from .held import (
     may_be_missing,
     others_in,
     overrides,
+    place_beside,
     units_with_say,
     with_versions,
 )
@@ -48,7 +49,7 @@ from .loaded_values import (
     unfit,
     whole_value,
 )
-from .rank0 import Outline, Rank0Broadcast, Rank0Value, outline_of, received
+from .rank0 import Outline, Rank0Broadcast, Rank0Value, common_mesh, outline_of, received
 from .sharded_values import BoxedTensor, cut_of, flat_cut
 from .summon import Options, full_unit
 from .units import (
@@ -58,6 +59,7 @@ from .units import (
     below,
     clean_name,
     is_flat_name,
+    is_registered,
     managed_names,
     model_unit_of,
     model_units_in,
@@ -80,7 +82,7 @@ def load_state_dict(
     require_bools("load_state_dict", strict=strict, assign=assign)
     state_dict = _without_ddp_prefix(own.unit.module, state_dict)
     if is_on(own.form):
-        state_dict = _filled(wrapper, state_dict, strict, assign)
+        state_dict = completed(wrapper, state_dict, strict, assign)
     if not isinstance(state_dict, Mapping):
         raise TypeUsageError.of(
             "This is not a state dict.",
@@ -89,7 +91,7 @@ def load_state_dict(
             where="load_state_dict(state_dict)",
             fix=_EVERYWHERE,
         )
-    _refuse_values(wrapper, own.unit.label, state_dict, strict)
+    refuse_values(wrapper, own.unit.label, state_dict, strict)
     inner, usual = getattr(wrapper, FSDP_WRAPPED_MODULE), nn.Module.load_state_dict
     is_inners = overrides(inner, "load_state_dict") and not own.unit.summoned
     having = units_with_say(wrapper, loads_in_own_way)
@@ -214,7 +216,7 @@ def _after_load(wrapper: nn.Module, incompatible: Any) -> None:
 # -- what does not fit
 
 
-def _refuse_values(
+def refuse_values(
     model: nn.Module, label: str, state_dict: Mapping[str, Any], strict: bool
 ) -> None:
     """Raise CheckpointError, before anything changes, for missing (``strict``) or unfit values, but
@@ -327,7 +329,8 @@ def _load_flat(group: Group, section: Section, flat: Any) -> None:
 
 def _load_params(group: Group, taken: list[tuple[HeldPart, Any]], takes_parts: bool) -> None:
     parts = {held.number: held for held, _ in taken}
-    values = received(group, {held.number: value for held, value in taken})
+    values = {held.number: value for held, value in taken}
+    values = received(store_of(group), group.name, values)
     for index, held in parts.items():
         value = values.pop(index)
         is_part = takes_parts and _is_part(value, held.part)
@@ -433,11 +436,9 @@ def is_on(settings: StateDictSettings) -> bool:
     )
 
 
-def follow(module: nn.Module) -> None:
+def follow(module: nn.Module, units: Iterable[ModelUnit]) -> None:
     """Hook a module around units that load from rank 0, to complete its dict; or unhook it."""
-    is_wanted = model_unit_of(module) is None and any(
-        is_on(unit.form) for unit in model_units_in(module)
-    )
+    is_wanted = not is_registered(module) and any(is_on(unit.form) for unit in units)
     hooks = module._load_state_dict_pre_hooks
     own = [key for key, hook in hooks.items() if getattr(hook, "hook", None) is _before_load_around]
     for key in own if not is_wanted else ():
@@ -454,11 +455,11 @@ def _before_load_around(
         return
     own = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
     assign = bool(metadata.get("assign_to_params_buffers"))
-    filled = _filled(module, own, strict, assign)
+    filled = completed(module, own, strict, assign)
     state_dict.update((prefix + key, value) for key, value in filled.items())
 
 
-def _filled(model: nn.Module, given: Any, strict: bool, assign: bool) -> Any:
+def completed(model: nn.Module, given: Any, strict: bool, assign: bool) -> Any:
     """Return the state dict to load: ``given``, unless only rank 0 has one. Its parameters of units
     are sent when they are loaded (`Rank0Value`), other tensors now, unless ``assign`` into the
     model's memory. Collective. Raises CheckpointError on all ranks, before anything changes."""
@@ -467,16 +468,17 @@ def _filled(model: nn.Module, given: Any, strict: bool, assign: bool) -> Any:
         "load_state_dict", (group for each in units for group in each.unit.groups), copies=True
     )
     label = type(model).__name__ if own is None else own.unit.label
-    meshes = {(each.mesh.shard.members, each.mesh.replica.members) for each in units}
-    if len(meshes) > 1:
+    mesh = common_mesh(units)
+    if mesh is None:
+        meshes = {(each.mesh.shard.members, each.mesh.replica.members) for each in units}
         raise UsageError.of(
             "Units on different ranks cannot be loaded from one rank.",
-            expected="all units in the module on the same ranks, or rank0_only=False",
+            expected="units on the same ranks, or on all ranks, or rank0_only=False",
             got=f"units on {sorted(meshes)}",
             where=label,
             fix="load the state dict on every rank, without rank0_only=True",
         )
-    rank0 = Rank0Broadcast(units[0].mesh, units[0].device)
+    rank0 = Rank0Broadcast(mesh, units[0].device)
     is_dict = given is None or isinstance(given, Mapping)
     all_dicts, have = zip(*rank0.gather((is_dict, is_dict and bool(given))), strict=True)
     if not is_dict or (all(all_dicts) and len(set(have)) == 1):
@@ -491,7 +493,7 @@ def _filled(model: nn.Module, given: Any, strict: bool, assign: bool) -> Any:
     told, error = None, None
     if rank0.is_here:
         try:
-            _refuse_values(model, label, given, strict)
+            refuse_values(model, label, given, strict)
             seen_whole = units_with_say(model, loads_in_own_way)
             given, told = _outlined(given, managed_names(model, but=seen_whole), label)
         except CheckpointError as caught:
@@ -513,6 +515,7 @@ def _filled(model: nn.Module, given: Any, strict: bool, assign: bool) -> Any:
             if target is not None and _torch_private.is_plain(target):
                 value = target.detach().copy_(sent.reshape(target.shape))
         filled[key] = value
+    place_beside(model, filled)
     if metadata is not None:
         setattr(filled, "_metadata", metadata)
     return filled

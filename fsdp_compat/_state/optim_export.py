@@ -111,10 +111,14 @@ def export_optim_state(
     agreed = _agree(source, all_groups, problem, where)
     assert source is not None
     warn_of_layout(rank_local_names(source), optimizer, stacklevel=4)
-    first = model_units_in(model)[0]
+    registered = model_units_in(model)
+    first, meshes = registered[0], [each.device_mesh for each in registered]
     is_first = first.mesh.is_first if group is None else dist.get_rank(group) == 0
     form = dataclasses.replace(
-        form, keep=is_first or not form.rank0_only, group=first.group, mesh=first.device_mesh
+        form,
+        keep=is_first or not form.rank0_only,
+        group=first.group,
+        mesh=next((mesh for mesh in meshes if mesh is not None), None),
     )
     state: dict[str, Any] = {}
     for each in all_groups:
@@ -370,7 +374,10 @@ class _GroupStates:
                 if facts.kind is StateKind.PER_ELEMENT:
                     per_element.setdefault((key, facts.dtype), []).append(param)
                 elif facts.kind is StateKind.SCALAR or whole:
-                    as_they_are[key] = self.states[param].get(key, facts.value)
+                    value = self.states[param].get(key, facts.value)
+                    is_0d = facts.kind is StateKind.SCALAR and _torch_private.is_dtensor(value)
+                    is_whole_0d = is_0d and form.values is Values.WHOLE
+                    as_they_are[key] = _torch_private.local_part(value) if is_whole_0d else value
                 else:
                     rank_local.append((param, key))
             for name in self.ownership.names_in(param) if known else ():

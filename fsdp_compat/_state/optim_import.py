@@ -47,7 +47,7 @@ from .optim_fit import (
     per_element,
     settings_for,
 )
-from .rank0 import Rank0Broadcast, outline_of
+from .rank0 import Rank0Broadcast, common_mesh, outline_of
 from .rank_local import RankState, check_layout, restored
 from .sharded_values import cut_of
 from .units import model_units_in, names_before
@@ -79,10 +79,13 @@ def import_optim_state(
     is_local = not (from_rank0 or is_composite or next(_sharded_in(entries), None))
     call = where.partition("(")[0]
     units, all_groups = begin(model, call, label, copies=True, meet=not is_local)
-    first = model_units_in(model)[0]
-    rank0 = None if is_local else Rank0Broadcast(first.mesh, first.device)
+    registered = model_units_in(model)
+    mesh = common_mesh(registered) if from_rank0 else None
+    own_mesh, device = mesh or registered[0].mesh, registered[0].device
+    rank0 = None if is_local else Rank0Broadcast(own_mesh, device)
     num_ranks = 1 if rank0 is None else rank0.num_ranks
-    shared = [each for each in all_groups if rank0 is not None and _num_ranks(each) == num_ranks]
+    foreign = [each for each in all_groups if mesh is None and _num_ranks(each) != num_ranks]
+    shared = [each for each in all_groups if each not in foreign]
     plan: _Given | None = None
     exchange = rank0.gather if rank0 is not None else lambda value: [value]
     with agreeing(exchange, where) as agreement:
@@ -99,7 +102,7 @@ def import_optim_state(
         agreement.own = plan is not None, facts
     have, digests = zip(*agreement.by_rank, strict=True)
     if not all(have):
-        _require_senders(have, from_rank0, all_groups, where)
+        _require_senders(have, from_rank0, foreign, where)
     if rank0 is not None and len({*digests}) > 1:
         exact = rank0.gather((global_rank(), describe(ownership, shared, exact=True)))
         require_alike(ownership, shared, dict(exact), where, unmanaged=not all(have))
@@ -130,9 +133,10 @@ def _num_ranks(group: Group) -> int:
 
 
 def _require_senders(
-    have: Sequence[bool], from_rank0: bool, groups: Iterable[Group], where: str
+    have: Sequence[bool], from_rank0: bool, foreign: Iterable[Group], where: str
 ) -> None:
-    """Raise UsageError unless rank 0 can send its dict. have: by rank, or of this one alone."""
+    """Raise UsageError unless rank 0 can send its dict. have: by rank, or of this one alone.
+    foreign: groups of other ranks than these."""
     missing = [rank for rank, has in enumerate(have) if not has]
     if not from_rank0 or 0 in missing:
         ranks = f" on rank(s) {textwrap.shorten(str(missing), 100)} of {len(have)}"
@@ -145,15 +149,14 @@ def _require_senders(
             "arguments. To load a dict that only rank 0 has, set "
             "FullOptimStateDictConfig(rank0_only=True) for the model",
         )
-    for group in groups:  # the parameters of other ranks would differ
-        if _num_ranks(group) != len(have):
-            raise UsageError.of(
-                "Units that are sharded over different ranks cannot be loaded from one rank.",
-                expected=f"all units sharded over the same {len(have)} ranks",
-                got=f"{_num_ranks(group)} ranks",
-                where=f"{where}, {group.name}",
-                fix="load the optimizer state dict on every rank, without rank0_only=True",
-            )
+    for group in foreign:  # the parameters of other ranks would differ
+        raise UsageError.of(
+            "Units that are sharded over different ranks cannot be loaded from one rank.",
+            expected=f"all units sharded over the same {len(have)} ranks, or all ranks",
+            got=f"{_num_ranks(group)} ranks",
+            where=f"{where}, {group.name}",
+            fix="load the optimizer state dict on every rank, without rank0_only=True",
+        )
 
 
 # -- reading what was given

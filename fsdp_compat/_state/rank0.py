@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from .._comm.communicator import communicator
 from .._comm.host_memory import memory_of
-from .._comm.mesh import Mesh
-from .._engine.group import Group
-from .._engine.state_store import store_of
+from .._comm.mesh import Mesh, mesh_from_group
+from .._engine.state_store import StateStore
 from ..errors import CheckpointError
 from .loaded_values import dtype_of, materialised, shape_of
 from .optim_agreement import gathered_along
+from .units import ModelUnit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +35,24 @@ class Outline:
 def outline_of(tensor: Any) -> Outline:
     """Return the outline of a tensor, or of a lazy value."""
     return Outline(shape_of(tensor), dtype_of(tensor))
+
+
+def common_mesh(units: Sequence[ModelUnit]) -> Mesh | None:
+    """Return the mesh over which rank 0 has what it may send to the ranks of all units: theirs, or
+    that of all ranks of the job, if units have several or cut parameters along other axes too.
+    None: other ranks have parameters that rank 0 has not."""
+    meshes = {(each.mesh.shard.members, each.mesh.replica.members) for each in units}
+    further = {axis.members for u in units for g in u.unit.groups for axis in g.tensor_parallel}
+    if (len(meshes) > 1 or further) and all(_reaches_all(each.mesh, further) for each in units):
+        return mesh_from_group(None)
+    return units[0].mesh if len(meshes) == 1 else None
+
+
+def _reaches_all(mesh: Mesh, further: Iterable[tuple[int, ...]]) -> bool:
+    """True if a mesh and the axes beside it, given by their ranks, span all ranks of the job."""
+    own = {*mesh.shard.members, *mesh.replica.members}
+    beside = (len(members) for members in further if len(own & {*members}) == 1)
+    return mesh.ranks * math.prod(beside) == dist.get_world_size()
 
 
 class Rank0Broadcast:
@@ -107,14 +127,14 @@ class Rank0Value:
     sender: Rank0Broadcast | None = None
 
 
-def received(group: Group, found: dict[int, Any]) -> dict[int, Any]:
-    """Return a group's values by index, with tensors for those that only rank 0 has. Collective if
+def received(store: StateStore, label: str, found: dict[int, Any]) -> dict[int, Any]:
+    """Return a store's values by index, with tensors for those that only rank 0 has. Collective if
     there are any. Raises CheckpointError, on all ranks, if a lazy value there does not load."""
     awaited = {index: each for index, each in found.items() if isinstance(each, Rank0Value)}
     sender = next((each.sender for each in awaited.values()), None)
     if sender is None:
         return found
-    store, error = store_of(group), None
+    error = None
     values: list[torch.Tensor | Outline] = [
         Outline(store.shape(index), store.dtype) for index in awaited
     ]
@@ -128,5 +148,5 @@ def received(group: Group, found: dict[int, Any]) -> dict[int, Any]:
         told = sender.tell("" if error is None else str(error))
         if told:
             raise error or CheckpointError(told)
-    sent = sender.send(values, f"the parameters of {group.name} that are loaded")
+    sent = sender.send(values, f"the parameters of {label} that are loaded")
     return {**found, **dict(zip(awaited, sent, strict=True))}

@@ -171,6 +171,11 @@ def is_lazy(module: nn.Module) -> bool:
     return ATTRIBUTE in module.__dict__ and not has_made_unit(module)
 
 
+def is_registered(module: nn.Module) -> bool:
+    """True if a module has a unit."""
+    return ATTRIBUTE in module.__dict__
+
+
 def has_made_unit(module: nn.Module) -> bool:
     """True if a module has a unit that is not lazy, as wrappers do."""
     return isinstance(module.__dict__.get(ATTRIBUTE), ModelUnit)

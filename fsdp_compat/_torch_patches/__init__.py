@@ -14,14 +14,16 @@ When the first model is wrapped in FullyShardedDataParallel, or sharded by ``ful
     DistributedDataParallel: a method around ``__init__`` (data_parallel)
     torch.compile's modules and the names of parameters in torch.distributed.checkpoint: a method
         and a function, when these modules are imported (compiled)
+    torch.distributed.checkpoint: the six functions of its module state_dict, when it is imported
+        (dcp_adapter)
     on one host, a fork handler of _comm/same_host/shared_memory; with FSDP_COMPAT_BLACK_BOX a fork
         and an exit handler and sys.excepthook (_engine/black_box)
 
 When the first model is wrapped in FullyShardedDataParallel:
     assigning a Parameter to a module: a global hook; Module.requires_grad_: a method (assignments)
-    torch.distributed.checkpoint: the six functions of its module state_dict (dcp_adapter), methods
-        of HuggingFaceStorageWriter (hugging_face_storage), functions of its planner and of
-        torch's helper that gathers sharded values (own_values), each when it is imported
+    torch.distributed.checkpoint: methods of HuggingFaceStorageWriter (hugging_face_storage),
+        functions of its planner and of torch's helper that gathers sharded values (own_values),
+        each when it is imported
 
 While a plan is made: UntypedStorage.resize_ and scaled_dot_product_attention (_plan/memory,
     _plan/simulation).
@@ -56,10 +58,10 @@ _FOR_ALL: tuple[Patch | PatchOnImport, ...] = (
     clip_grad.patches,
     data_parallel.patches,
     *compiled.patches,
+    dcp_adapter.patches,
 )
 _FOR_WRAPPERS: tuple[Patch | PatchOnImport, ...] = (
     assignments.patches,
-    dcp_adapter.patches,
     hugging_face_storage.patches,
     *own_values.patches,
 )

@@ -1,9 +1,11 @@
 """Make the functions of torch.distributed.checkpoint.state_dict work with models of this package.
 
-These functions recognize torch's own wrappers by class. They would treat our models as plain
+These functions recognize torch's own wrappers by class. They would treat flat units as plain
 modules and silently return wrong results: a full state dict would contain only the first local
 shard of each value, and optimizer state of different ranks would collide under one key. So calls
-with one of our models go to ``dcp_state_dict``; all other calls run torch's code.
+with one of our models go to ``dcp_state_dict``; all other calls run torch's code, also those with
+parameters of ``fully_shard`` that we gather and load in no way: on the meta device, or with an
+all-gather of their own.
 
 The patched module imports torch's FSDP, which this package never does, so the patch waits until
 other code imports the module. It uses only public names of torch. Arguments that a later torch adds
@@ -21,7 +23,8 @@ from torch import nn
 
 from .._engine.on_import import PatchOnImport
 from .._engine.patches import Undo, around_functions
-from .._state.units import has_made_unit
+from .._state.units import is_lazy, is_registered
+from .._stores.extension import has_extension
 from .dcp_state_dict import FUNCTIONS, mixed, unknown_argument
 
 _MODULE = "torch.distributed.checkpoint.state_dict"
@@ -36,13 +39,17 @@ def _route_all(module: types.ModuleType) -> list[Undo]:
 def _call(
     ours: Callable[..., Any], original: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call ``ours`` for a model with our wrappers, else ``original``, which handles DTensors."""
+    """Call ``ours`` for a model with our units, else ``original``."""
     try:
         given = inspect.signature(original).bind(*args, **kwargs).arguments
     except TypeError:
         return original(*args, **kwargs)  # raises torch's own error
     model = given.get("model")
-    if not isinstance(model, nn.Module) or not any(map(has_made_unit, model.modules())):
+    if not isinstance(model, nn.Module) or not any(map(is_registered, model.modules())):
+        return original(*args, **kwargs)
+    if any(map(is_lazy, model.modules())) and any(
+        parameter.is_meta or has_extension(parameter) for parameter in model.parameters()
+    ):
         return original(*args, **kwargs)
     if any(_is_of_torch(module) for module in model.modules()):
         raise mixed(original.__name__)

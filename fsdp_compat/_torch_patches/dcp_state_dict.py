@@ -1,18 +1,17 @@
 """The functions of torch.distributed.checkpoint.state_dict, for models with our units in them.
 
 They have torch's names, arguments, options and results. Our state dicts hold whole tensors in the
-full form and BoxedTensors in the sharded one, so torch's gathering and distributing does not run.
-Two losses of torch's functions are avoided: an optimizer without a step is unchanged after its
-state was taken, and a dict that ``full_state_dict`` with ``cpu_offload`` left on rank 0 alone is
-loaded from there."""
+full form, and in the sharded one DTensors of ``fully_shard`` and BoxedTensors of flat units, so
+torch's gathering and distributing does not run. Losses of torch's functions are avoided: an
+optimizer without a step is unchanged after its state was taken, a dict that ``full_state_dict``
+with ``cpu_offload`` left on rank 0 alone is loaded from there, and what does not fit is refused
+before anything changes."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
 import dataclasses
-import functools
-import typing
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
@@ -22,18 +21,20 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .. import _torch_private
+from .._comm.agreement import raise_together, told
+from .._comm.mesh import Mesh
 from .._state.forms import state_dict_type
-from .._state.optim_calls import optim_state_dict_to_load
+from .._state.held import place_beside
+from .._state.model_loading import refuse_values
 from .._state.optim_contents import ParamContents, contents_of
-from .._state.optim_export import export_optim_state, form_set
+from .._state.optim_export import ExportForm, Values, export_optim_state
+from .._state.optim_import import import_optim_state
 from .._state.optimizer_checks import cut_state
-from .._state.rank0 import Rank0Broadcast
+from .._state.rank0 import Rank0Broadcast, common_mesh
 from .._state.sharded_values import BoxedTensor, copied
-from .._state.units import model_unit_of, model_units_in, units_of
+from .._state.units import in_form, is_lazy, model_units_in, units_of, unmanaged_in
 from ..api import (
-    FullOptimStateDictConfig,
     FullStateDictConfig,
-    ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     StateDictType,
 )
@@ -115,21 +116,27 @@ def mixed(call: str) -> UsageError:
 
 
 def _form(
-    model: nn.Module, options: Options, model_on_rank0: bool
+    model: nn.Module, options: Options, on_rank0: bool
 ) -> contextlib.AbstractContextManager[None]:
-    """A context in which our state dicts have the requested form."""
-    to_cpu = options.cpu_offload
-    config: Any = ShardedStateDictConfig(offload_to_cpu=to_cpu)
-    optim: Any = ShardedOptimStateDictConfig(offload_to_cpu=to_cpu)
+    """A context in which the model's state dicts have the requested form."""
+    kind, config = StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(options.cpu_offload)
     if not options.full_state_dict:
-        return state_dict_type(model, StateDictType.SHARDED_STATE_DICT, config, optim)
-    config = FullStateDictConfig(offload_to_cpu=to_cpu, rank0_only=model_on_rank0)
-    optim = FullOptimStateDictConfig(offload_to_cpu=to_cpu, rank0_only=options.on_rank0)
-    return state_dict_type(model, StateDictType.FULL_STATE_DICT, config, optim)
+        return state_dict_type(model, kind, config)
+    kind, whole = StateDictType.FULL_STATE_DICT, FullStateDictConfig(options.cpu_offload, on_rank0)
+    return state_dict_type(model, kind, whole)
 
 
-def _is_first(model: nn.Module) -> bool:
-    return model_units_in(model)[0].mesh.is_first
+def _mesh(model: nn.Module) -> Mesh:
+    units = model_units_in(model)
+    return common_mesh(units) or units[0].mesh
+
+
+def _agreed(model: nn.Module, problem: Exception | None, value: object = None) -> list[Any]:
+    """Return every rank's ``value``. Collective: what one rank refuses, all refuse."""
+    ranks = Rank0Broadcast(_mesh(model), model_units_in(model)[0].device)
+    problems, values = zip(*ranks.gather((told(problem), value)), strict=True)
+    raise_together(problem, problems, "torch.distributed.checkpoint.state_dict")
+    return list(values)
 
 
 def _finished(value: Any, options: Options, live: Collection[int] = ()) -> Any:
@@ -212,19 +219,27 @@ def _get_model(
             not submodules or any(_is_below(name, prefix) for prefix in prefixes)
         )
 
-    get = _torch_private.unpatched(model, "state_dict")
-    if options.full_state_dict and model_unit_of(model) is not None and (frozen or submodules):
-        # What is not wanted is not gathered.
-        get = functools.partial(get, filter=lambda name: is_wanted(names.public(name)))
-    with _form(model, options, model_on_rank0=options.full_state_dict and options.cpu_offload):
-        state = get()
+    on_rank0 = options.full_state_dict and options.cpu_offload
+    with (
+        _form(model, options, on_rank0),
+        in_form(model_units_in(model), wanted=lambda name, _: is_wanted(names.public(name))),
+    ):  # what is not wanted is not gathered
+        state = _torch_private.unpatched(model, "state_dict")()
+    first = not on_rank0 or _mesh(model).is_first
+    wholes = dict[str, Any]()
+    for slot in unmanaged_in(model) if options.full_state_dict else ():
+        name = names.public(slot.name)
+        if _torch_private.is_dtensor(slot.value) and is_wanted(name):
+            whole = _finished(slot.value, options)  # by all ranks, also those that keep nothing
+            wholes |= {name: whole} if first else {}
+    if not first:
+        return {}
     tensors = (*model.parameters(), *model.buffers()) if options.cpu_offload else ()
     live = {*map(_torch_private.storage_key, tensors)}
-    found: collections.OrderedDict[str, Any] = collections.OrderedDict(
-        (names.public(key), _finished(value, options, live)) for key, value in state.items()
-    )
-    if options.full_state_dict and options.cpu_offload and not _is_first(model):
-        return {}
+    found: collections.OrderedDict[str, Any] = collections.OrderedDict()
+    for key, value in state.items():
+        if is_wanted(name := names.public(key)):
+            found[name] = wholes[name] if name in wholes else _finished(value, options, live)
     if not submodules:
         setattr(found, "_metadata", getattr(state, "_metadata", None))
     else:
@@ -233,8 +248,6 @@ def _get_model(
             FutureWarning,
             stacklevel=6,
         )
-    for name in [name for name in found if not is_wanted(name)]:
-        del found[name]
     if not options.keep_submodule_prefixes:
         for prefix in prefixes:
             for name in [name for name in found if prefix and _is_below(name, prefix)]:
@@ -261,15 +274,16 @@ def _get_optimizers(
     model: nn.Module, optimizers: Iterable[Optimizer], options: Options
 ) -> dict[str, Any]:
     names = Names(model)
+    has_mesh = any(unit.device_mesh is not None for unit in model_units_in(model))
+    values = Values.DTENSORS if has_mesh else Values.BOXES
+    values = Values.WHOLE if options.full_state_dict else values
+    form = ExportForm(values, options.cpu_offload, options.on_rank0, first_step=True)
+    where = "get_optimizer_state_dict(model, optimizers)"
     result: dict[str, Any] = {"state": {}, "param_groups": []}
     for optimizer in optimizers:
         cut_state(optimizer)
-        with _form(model, options, model_on_rank0=options.on_rank0):
-            get = _torch_private.unpatched(optimizer, "state_dict")
-            where = "get_optimizer_state_dict(model, optimizers)"
-            form = dataclasses.replace(form_set(model), first_step=True)
-            groups = optimizer.param_groups
-            found = export_optim_state(model, optimizer, groups, get(), form, where)
+        state = _torch_private.unpatched(optimizer, "state_dict")()
+        found = export_optim_state(model, optimizer, optimizer.param_groups, state, form, where)
         result["state"].update(
             (names.public(name), {key: _finished(value, options) for key, value in entry.items()})
             for name, entry in found.get("state", {}).items()
@@ -278,7 +292,7 @@ def _get_optimizers(
             {**group, "params": [names.public(name) for name in group["params"]]}
             for group in found.get("param_groups", ())
         ]
-    if options.on_rank0 and not _is_first(model):
+    if options.on_rank0 and not _mesh(model).is_first:
         return {}
     return flattened(result) if options.flatten_optimizer_state_dict else result
 
@@ -338,7 +352,18 @@ def _set_model(model: nn.Module, state: Mapping[Any, Any], options: Options) -> 
         if options.strict:
             raise _empty("model state dict")
         return nn.Module().load_state_dict({})
-    with _form(model, options, model_on_rank0=options.on_rank0):
+    problem = None
+    try:
+        if given and any(map(is_lazy, model.modules())):  # a wrapper does so itself
+            refuse_values(model, type(model).__name__, given, options.strict)
+    except CheckpointError as error:
+        problem = error
+    is_sent = options.on_rank0 and not all(_agreed(model, problem, bool(given)))
+    if problem is not None:
+        raise problem
+    if not is_sent:
+        place_beside(model, given)
+    with _form(model, options, is_sent):
         answer = _torch_private.unpatched(model, "load_state_dict")(given, strict=options.strict)
     for keys in answer:
         keys[:] = [names.public(key) for key in keys]
@@ -367,8 +392,6 @@ def _loadable(
 ) -> list[tuple[Optimizer, dict[str, Any]]]:
     """Return what each optimizer will load. Collective: what one rank refuses, all refuse."""
     names, held = Names(model), contents_of(units_of(model), model)
-    first = model_units_in(model)[0]
-    ranks = Rank0Broadcast(first.mesh, first.device)
     found = []
     for optimizer in optimizers:
         cut_state(optimizer)
@@ -380,11 +403,11 @@ def _loadable(
                 raise _empty("optimizer state dict")
         except CheckpointError as error:
             refused = error
-        texts = [text for text in ranks.gather("" if refused is None else str(refused)) if text]
-        if refused is not None or texts:
-            raise refused or CheckpointError(texts[0])
-        with _form(model, options, model_on_rank0=options.on_rank0):
-            loadable = optim_state_dict_to_load(model, optimizer, typing.cast(Any, part))
+        _agreed(model, refused)
+        where = "set_optimizer_state_dict(model, optimizers, optim_state_dict)"
+        loadable = import_optim_state(
+            *(model, optimizer.param_groups, part, where, optimizer), from_rank0=options.on_rank0
+        )
         found.append((optimizer, loadable))
     return found
 

@@ -6,10 +6,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import sys
+import types
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,9 +30,17 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat import fully_shard, uninstall
 from fsdp_compat.errors import CheckpointError, UsageError
+from tests.support.cases import about
 from tests.support.odd_model import (
     Config,
     assert_same,
@@ -51,11 +62,12 @@ CONFIGS: tuple[Config, ...] = (
     ("NO_SHARD", True, "blocks"),
     ("HYBRID_SHARD", False, "always"),
 )
+IN_PLACE: tuple[Config, ...] = (("ROWS", True, "blocks"), ("MIXED", True, "blocks"))
 FULL = StateDictOptions(full_state_dict=True)
 LAX = StateDictOptions(full_state_dict=True, strict=False)
 ON_RANK0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
 FROM_RANK0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-TIED = "head.weight"  # a parameter is missing once
+TIED = "head.weight"  # flat units miss a parameter once
 
 
 def ours_in_state(
@@ -89,7 +101,7 @@ def test_parts_of_the_state_have_the_unsharded_models_values() -> None:
     named = {name: value for name, value in run["model"].items() if name.startswith(prefix)}
     below = {name.removeprefix(prefix): value for name, value in named.items()}
     bare = StateDictOptions(full_state_dict=True, keep_submodule_prefixes=False)
-    for config in CONFIGS[:3]:
+    for config in (*CONFIGS[:3], *IN_PLACE):
         model, optimizer = ours_in_state("Adam", config, run)
         state = get_model_state_dict(model, options=FULL)
         assert all(type(value) is Tensor for value in state.values() if isinstance(value, Tensor))
@@ -127,7 +139,7 @@ def test_strict_reports_missing_entries_and_without_it_the_rest_loads() -> None:
     half = {"state": blocks, "param_groups": groups}
     part = {n: value for n, value in run["model"].items() if n.startswith("blocks.")}
     part = each_tensor(part, lambda value: value + 1)
-    for config in CONFIGS[:2]:
+    for config in (*CONFIGS[:2], *IN_PLACE):
         model, optimizer = ours_in_state("Adam", config, run)
         given = dict(part)
         with pytest.raises(RuntimeError, match=r"Missing key\(s\)"):
@@ -136,7 +148,7 @@ def test_strict_reports_missing_entries_and_without_it_the_rest_loads() -> None:
             set_optimizer_state_dict(model, optimizer, half, options=FULL)
         assert_in_state(model, optimizer, run)  # nothing has changed
         answer = set_model_state_dict(model, {**part, "other": torch.ones(1)}, options=LAX)
-        assert set(answer.missing_keys) == set(run["model"]) - set(part) - {TIED}
+        assert {*answer.missing_keys} - {TIED} == set(run["model"]) - set(part) - {TIED}
         assert answer.unexpected_keys == ["other"]
         assert_same(get_model_state_dict(model, options=FULL), {**run["model"], **part})
         assert_same(part, given, "what was passed is as it was")
@@ -152,8 +164,13 @@ def test_strict_reports_missing_entries_and_without_it_the_rest_loads() -> None:
 
 @on_ranks(2)
 def test_calls_that_cannot_work_are_refused_on_all_ranks() -> None:
+    for config in (CONFIGS[1], *IN_PLACE):
+        with about(config[0]):
+            _refuses(*ours_in_state("Adam", config, run_of("Adam")))
+
+
+def _refuses(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     run = run_of("Adam")
-    model, optimizer = ours_in_state("Adam", CONFIGS[1], run)
     states = {"embed.weight": run["optim"]["state"]["embed.weight"]}
     half = {**run, "optim": {**run["optim"], "state": states}}
     given = half if dist.get_rank() == 0 else {"model": {}, "optim": {}}
@@ -180,7 +197,7 @@ def test_calls_that_cannot_work_are_refused_on_all_ranks() -> None:
 def test_several_optimizers_share_one_dict() -> None:
     run = run_of("Adam")
     state, optim = run["model"], run["optim"]
-    for config in CONFIGS[:2]:
+    for config in (*CONFIGS[:2], *IN_PLACE):
         model = shard(make_model(99), config)
         both = [torch.optim.Adam([group]) for group in make_optimizer("Adam", model).param_groups]
         set_state_dict(model, both, model_state_dict=state, optim_state_dict=optim, options=FULL)
@@ -216,7 +233,83 @@ def test_rank_local_state_returns_to_its_rank(tmp_path: Path) -> None:
             assert_same(again.state[p], optimizer.state[p], f"{options}")
 
 
-# --- the first step -------------------------------------------------------------------------------
+# --- the first step, and flattened states ---------------------------------------------------------
+
+
+@on_ranks(2)
+def test_flattened_states_and_exports_before_the_first_step_change_nothing_else() -> None:
+    flat, batch = StateDictOptions(flatten_optimizer_state_dict=True), torch.ones(2, 5)
+    for config in (CONFIGS[1], *IN_PLACE):
+        model = shard(make_model(), config)
+        adam = torch.optim.Adam(model.blocks.parameters(), 0.5)
+        torch.optim.lr_scheduler.LinearLR(adam)
+        start = copy.deepcopy(get_model_state_dict(model, options=FULL))
+        steps: list[dict[str, Any]] = []
+        for exported in (False, True):
+            set_model_state_dict(model, copy.deepcopy(start), options=FULL)
+            optimizer = torch.optim.Adam(model.blocks.parameters(), 0.5)
+            for options in (FULL, flat) if exported else ():
+                get_optimizer_state_dict(model, optimizer, options=options)
+            model.blocks(batch).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            steps.append(copy.deepcopy(get_model_state_dict(model, options=FULL)))
+        assert_same(*steps, config[0])
+        saved = get_optimizer_state_dict(model, optimizer, options=flat)
+        missing = {k: v for k, v in saved.items() if not k.startswith("state.blocks.0.up.")}
+        with pytest.raises(CheckpointError, match=r"blocks\.0\.up\.weight"):
+            set_optimizer_state_dict(model, adam, missing, options=flat)
+        model.blocks[1].down.bias.requires_grad_(False)  # its state is loaded, not needed
+        set_optimizer_state_dict(model, adam, {**saved}, options=flat)
+        found, full = (get_optimizer_state_dict(model, o, options=FULL) for o in (adam, optimizer))
+        assert_same(found["state"], full["state"])
+        sgd = torch.optim.SGD(model.blocks.parameters(), 0.5)
+        torch.optim.lr_scheduler.LinearLR(sgd, total_iters=9)
+        other = torch.optim.SGD(model.blocks.parameters(), 0.1)
+        saved = get_optimizer_state_dict(model, sgd, options=flat)
+        set_optimizer_state_dict(model, other, saved, options=flat)
+        assert not other.state and other.param_groups[0]["initial_lr"] == 0.5
+
+
+@on_ranks(4)
+def test_whole_states_come_from_rank_0_on_two_dimensions() -> None:
+    """Sizes that neither dimension divides."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+    def make(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3), nn.LayerNorm(3))
+
+    def sharded(model: Any) -> nn.Module:
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        fully_shard(model[0], mesh=mesh["dp"])
+        return fully_shard(model, mesh=mesh["dp"])
+
+    expected = make(1).state_dict()
+    source = sharded(make(1))  # before the function's name is looked up, as in any program
+    sent = get_model_state_dict(source, options=ON_RANK0)
+    assert bool(sent) is (dist.get_rank() == 0)
+    for options, given in ((FROM_RANK0, sent), (FULL, dict(expected))):
+        model = sharded(make(2))
+        set_model_state_dict(model, given, options=options)
+        assert_same(get_model_state_dict(model, options=FULL), expected)
+
+
+@on_ranks(2)
+def test_a_main_module_that_multiprocessing_runs_again_gets_ours() -> None:
+    """Its functions see other variables than the module that it becomes."""
+    original: dict[str, Any] = {"__name__": "__mp_main__"}
+    exec(
+        "from torch.distributed.checkpoint.state_dict import get_model_state_dict\n"
+        "def get(*args, **kwargs): return get_model_state_dict(*args, **kwargs)",
+        original,
+    )
+    uninstall()
+    again = types.ModuleType("__mp_main__")
+    vars(again).update(original, get_model_state_dict=None)
+    with mock.patch.dict(sys.modules, {"__mp_main__": again}):
+        model = FSDP(nn.Linear(2, 3))
+        assert original["get"](model, options=FULL)["weight"].shape == (3, 2)
 
 
 @on_ranks(1)

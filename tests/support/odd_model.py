@@ -139,10 +139,15 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> l
 def shard(model: Any, config: Config, **options: Any) -> Any:
     """config: the strategy HYBRID_SHARD is given a mesh of two dimensions, MESH is FULL_SHARD on a
     mesh of one: sharded values of both are DTensors. GROUPS is HYBRID_SHARD over process groups,
-    ROWS is ``fully_shard``."""
+    ROWS is ``fully_shard``, MIXED has units of both front ends, and parameters beside them."""
     strategy, use_orig_params, policy = config
     ranks = dist.get_world_size()
     ignored = model.ignored if getattr(model, "odd", False) else nn.Identity()
+    if strategy == "MIXED":
+        model.blocks[1] = FSDP(model.blocks[1], use_orig_params=use_orig_params)
+        fully_shard(model.blocks[0])
+        fully_shard(model.frozen)
+        return model
     if strategy == "ROWS":
         for block in model.blocks:
             fully_shard(block)

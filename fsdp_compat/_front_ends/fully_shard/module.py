@@ -17,7 +17,7 @@ from ..._engine.behavior import CustomReduceScatter
 from ..._engine.checks import refuse_meta
 from ..._engine.runtime import runtime_of
 from ..._state.description import describe_unit
-from ..._state.model_loading import not_loaded
+from ..._state.model_loading import completed, is_on, not_loaded
 from ...errors import (
     AssertedStateError,
     FsdpCompatError,
@@ -32,7 +32,6 @@ from ..flat.flat_unit import require_root
 from .handles import GradientReductionHandle, UnitHandle, UnshardHandle
 from .policies import AllGather, ReduceScatter
 from .state import ShardedModules, state_of, states_in
-from .whole_state import refuse_missing
 
 if typing.TYPE_CHECKING:  # classes of sharded modules have FSDPModule and their own class as bases
     _Module: typing.TypeAlias = nn.Module
@@ -117,6 +116,9 @@ class FSDPModule(_Module):
     ) -> _torch_private.IncompatibleKeys:
         """Load a state dict of DTensors, or of whole tensors on every rank.
 
+        With ``FullStateDictConfig(rank0_only=True)`` set for the model, the first rank alone may
+        have it: the others pass ``{}``. Collective then, and if values are sharded in another way.
+
         Args:
             state_dict: values by name, as ``state_dict`` or the unsharded module returns them.
             strict: whether missing and unknown keys are an error.
@@ -128,7 +130,8 @@ class FSDPModule(_Module):
         Raises:
             CheckpointError: the state dict does not fit."""
         state = self._get_fsdp_state()
-        refuse_missing(state.record, state_dict)
+        if state.record is not None and is_on(state.record.form):
+            state_dict = completed(self, state_dict, strict, assign)
         if state.unit is not None and state.unit.runtime is not None:
             runtime_of(state.unit).wait_copies()
         try:

@@ -12,16 +12,16 @@ from torch import nn
 
 from ... import _torch_private
 from ..._engine import rendezvous
-from ..._state import model_loading
-from ..._state.loaded_values import misfit
+from ..._state.loaded_values import is_sharded, is_tensor, misfit, shape_of, whole_value
 from ..._state.model_loading import not_loaded
 from ..._state.model_state import full_entries
+from ..._state.rank0 import Rank0Value, received
 from ..._state.sharded_values import copied
 from ..._state.units import ModelUnit, clean_name, refuse_extensions
 from ..._stores.row_store import RowStore
 from ..._torch_private import dtensor as torch_dtensor
 from ...api import StateDictType
-from ...errors import CheckpointError, StateError
+from ...errors import StateError
 
 
 def is_full(record: ModelUnit | None) -> bool:
@@ -104,50 +104,39 @@ def refuse_part(record: ModelUnit | None, module: nn.Module, label: str) -> None
 # -- loading
 
 
-def refuse_missing(record: ModelUnit | None, state_dict: Mapping[str, Any] | None) -> None:
-    """Refuse a missing state dict, on all ranks, if ``rank0_only`` is set; collective then."""
-    if record is None or not model_loading.is_on(record.form):
-        return
-    groups = record.unit.groups
-    rendezvous.require_all_ranks("load_state_dict", groups, copies=True)
-    lacks = torch.tensor([not state_dict], dtype=torch.uint8, device=record.device)
-    for axis in {id(c): c for group in groups for c in (group.replica, group.shard)}.values():
-        lacks = axis.any_of(lacks, "a check of the state dicts to load")
-    if lacks.item():
-        raise CheckpointError.of(
-            "Not every rank has a state dict.",
-            expected="the whole state dict on every rank: modules that fully_shard was "
-            "applied to load nothing from rank 0 alone",
-            got=f"{'none' if not state_dict else 'one'} on this rank, and "
-            "FullStateDictConfig(rank0_only=True)",
-            where=f"load_state_dict of {record.unit.label}",
-            fix="use torch.distributed.checkpoint.state_dict.set_model_state_dict with "
-            "StateDictOptions(full_state_dict=True, broadcast_from_rank0=True), or load the "
-            "file on every rank",
-        )
-
-
 def put_rows_in(
     state_dict: dict[str, Any], prefix: str, module: nn.Module, stores: Iterable[RowStore]
 ) -> None:
-    """Replace whole values of a module's own DTensors by DTensors of this rank's rows. Nothing is
-    sent. Raises CheckpointError for DTensors of another rank."""
+    """Replace values of a module's own DTensors by DTensors of this rank's rows. Collective if they
+    are sharded in another way, or only rank 0 has them. Raises CheckpointError for values of
+    another rank."""
+    label = f"a {type(module).__name__}"
     for store in stores:
-        for index, member in enumerate(store.orig_params):
+        keys = {
+            prefix + attribute: index
+            for index, member in enumerate(store.orig_params)
+            for holder, attribute in member.slots
+            if holder is module and prefix + attribute in state_dict
+        }
+        sent = received(store, label, {index: state_dict[key] for key, index in keys.items()})
+        for key, index in keys.items():
             param: Any = store.sharded_params[index].parameter
-            for holder, attribute in member.slots:
-                if holder is not module:
-                    continue
-                value: Any = state_dict.get(prefix + attribute)
-                if (wrong := misfit(value)) is not None:
-                    where = f"load_state_dict of a {type(module).__name__}"
-                    raise not_loaded(f"{prefix + attribute}: {wrong}", where, state_dict)
-                if (
-                    type(value) in (torch.Tensor, nn.Parameter)
-                    and value.shape == param.shape
-                    and _torch_private.is_dtensor(param)
-                ):
-                    state_dict[prefix + attribute] = _rows_of(value, store, index, param)
+            value = sent[index] if isinstance(state_dict[key], Rank0Value) else state_dict[key]
+            if (wrong := misfit(value)) is not None:
+                raise not_loaded(f"{key}: {wrong}", f"load_state_dict of {label}", state_dict)
+            if not _torch_private.is_dtensor(param) or not is_tensor(value):
+                continue
+            if shape_of(value) == tuple(param.shape) and not _lie_alike(value, param):
+                value = whole_value(value, key)
+            if type(value) in (torch.Tensor, nn.Parameter) and value.shape == param.shape:
+                state_dict[key] = _rows_of(value, store, index, param)
+
+
+def _lie_alike(value: Any, param: Any) -> bool:
+    """True for plain tensors, which every rank has, and DTensors on the parameter's mesh."""
+    if not _torch_private.is_dtensor(value):
+        return isinstance(value, torch.Tensor) and not is_sharded(value)
+    return bool(value.device_mesh == param.device_mesh and value.placements == param.placements)
 
 
 def _rows_of(whole: torch.Tensor, store: RowStore, index: int, param: Any) -> torch.Tensor:
