@@ -289,10 +289,21 @@ def test_whole_states_come_from_rank_0_on_two_dimensions() -> None:
     source = sharded(make(1))  # before the function's name is looked up, as in any program
     sent = get_model_state_dict(source, options=ON_RANK0)
     assert bool(sent) is (dist.get_rank() == 0)
-    for options, given in ((FROM_RANK0, sent), (FULL, dict(expected))):
+    adam = torch.optim.Adam(source.parameters())
+    for param in source.parameters():  # torch computes with no such sizes
+        param.grad = param.detach().clone()
+    adam.step()
+    states = get_optimizer_state_dict(source, adam, options=ON_RANK0)
+    whole = get_optimizer_state_dict(source, adam, options=FULL)
+    for options, given, its in ((FROM_RANK0, sent, states), (FULL, dict(expected), whole)):
         model = sharded(make(2))
+        optimizer = torch.optim.Adam(model.parameters())
         set_model_state_dict(model, given, options=options)
+        set_optimizer_state_dict(model, optimizer, its, options=options)
         assert_same(get_model_state_dict(model, options=FULL), expected)
+        assert_same(get_optimizer_state_dict(model, optimizer, options=FULL), whole)
+        local = get_optimizer_state_dict(model, optimizer)["state"]["0.weight"]["exp_avg"]
+        assert local.placements == model.get_parameter("0.weight").placements
 
 
 @on_ranks(2)
