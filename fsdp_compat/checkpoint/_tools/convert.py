@@ -198,56 +198,18 @@ def _selected(
     archive: Archive, names: dict[str, str], dtype: torch.dtype | None, to: str
 ) -> Archive:
     """Return the archive that the target is to hold. names: old names to new ones."""
-    selected = dataclasses.replace(
-        archive, tensors={}, aliases={}, left_out=[*archive.left_out], as_saved=None
-    )
-    names = names | _select_model(archive, selected, names, dtype)
-    states, groups, extra = archive.states, archive.param_groups, archive.extra
-    has_optimizer = bool(states) or groups is not None
-    if to.startswith("safetensors"):
-        seconds, others = (joined(list(each), 5, ", ") for each in (selected.aliases, extra))
-        if seconds:
-            text = f"second names of tied tensors ({seconds}): safetensors stores a tensor once"
-            selected.left_out.append(text)
-        if has_optimizer:
-            selected.left_out.append("optimizer state (safetensors holds weights only)")
-        if any(value is not None for value in extra.values()):
-            selected.left_out.append(f"other values ({others})")
-        selected.states, selected.param_groups, selected.extra = {}, None, {}
-        return selected
-    if archive.is_by_number and to == "native" and has_optimizer:
-        selected.left_out.append(
-            "the optimizer state: its parameters are numbered, and a native checkpoint needs "
-            "their names (optimizer_names, --optimizer-names)"
-        )
-        states, groups = {}, None
-    elif not archive.is_by_number:
-        states = {names[old]: each for old, each in states.items() if old in names}
-        groups = groups and [
-            {**group, "params": [names[name] for name in group["params"] if name in names]}
-            for group in groups
-        ]
-    selected.states = _data_in(states, selected, to)
-    selected.param_groups = _data_in(groups, selected, to)
-    selected.extra = _data_in(extra, selected, to)
-    return selected
-
-
-def _select_model(
-    archive: Archive, selected: Archive, names: Mapping[str, str], dtype: torch.dtype | None
-) -> dict[str, str]:
-    """Enter the tensors. Return the new name of each, by all of its names in the source."""
+    new = dataclasses.replace(archive, tensors={}, aliases={}, left_out=[*archive.left_out])
+    new.as_saved = None
     taken: dict[str, str] = {}  # the new name of a tensor, by its first name in the source
     for old in filter(names.__contains__, (*archive.tensors, *archive.aliases)):
-        new, first = names[old], archive.aliases.get(old, old)
+        first = archive.aliases.get(old, old)
         if first in taken:
-            selected.aliases[new] = taken[first]
+            new.aliases[names[old]] = taken[first]
             continue
-        taken[first] = new
         tensor = archive.tensors[first]
-        selected.tensors[new] = dataclasses.replace(
-            tensor, name=new, written_as=dtype if tensor.dtype.is_floating_point else None
-        )
+        taken[first] = name = names[old]
+        written_as = dtype if tensor.dtype.is_floating_point else None
+        new.tensors[name] = dataclasses.replace(tensor, name=name, written_as=written_as)
     if not taken:
         raise UsageError.of(
             "No tensor matches.",
@@ -256,12 +218,39 @@ def _select_model(
             where=_CALL,
             fix="look at the names with inspect",
         )
-    return {old: taken[first] for old, first in archive.aliases.items() if first in taken} | taken
+    has_optimizer = bool(new.states) or new.param_groups is not None
+    if to.startswith("safetensors"):
+        seconds, others = (joined(list(each), 5, ", ") for each in (new.aliases, new.extra))
+        if seconds:
+            text = f"second names of tied tensors ({seconds}): safetensors stores a tensor once"
+            new.left_out.append(text)
+        if has_optimizer:
+            new.left_out.append("optimizer state (safetensors holds weights only)")
+        if any(value is not None for value in new.extra.values()):
+            new.left_out.append(f"other values ({others})")
+        new.states, new.param_groups, new.extra = {}, None, {}
+    elif new.is_by_number and to == "native" and has_optimizer:
+        new.left_out.append(
+            "the optimizer state: its parameters are numbered, and a native checkpoint needs "
+            "their names (optimizer_names, --optimizer-names)"
+        )
+        new.states, new.param_groups = {}, None
+    elif not new.is_by_number:
+        names |= {old: taken[first] for old, first in archive.aliases.items() if first in taken}
+        names |= taken
+        new.states = {names[old]: each for old, each in new.states.items() if old in names}
+        new.param_groups = new.param_groups and [
+            {**group, "params": [names[name] for name in group["params"] if name in names]}
+            for group in new.param_groups
+        ]
+    new.states, new.param_groups, new.extra = (
+        _data_in(value, new, to) for value in (new.states, new.param_groups, new.extra)
+    )
+    return new
 
 
 def _as_saved(archive: Archive) -> Archive:
     """Return the archive to write with its nested values as they are, equal tensors once."""
-    saved = dataclasses.replace(archive, left_out=[*archive.left_out])
     firsts: dict[Any, StoredTensor] = {}
 
     def tied(leaf: Any, _: str) -> Any:
@@ -269,11 +258,11 @@ def _as_saved(archive: Archive) -> Archive:
             return leaf
         return firsts.setdefault((leaf.dtype, leaf.shape, leaf.pieces), leaf)
 
-    saved.as_saved = map_leaves(_data_in(state_dict_of(archive), saved, "torch"), tied)
-    return saved
+    archive.as_saved = map_leaves(_data_in(state_dict_of(archive), archive, "torch"), tied)
+    return archive
 
 
-def _data_in(value: Any, selected: Archive, to: str) -> Any:
+def _data_in(value: Any, archive: Archive, to: str) -> Any:
     """Return values without objects that were not read, which are entered in ``left_out``."""
 
     def known(leaf: Any, path: str) -> Any:
@@ -282,7 +271,7 @@ def _data_in(value: Any, selected: Archive, to: str) -> Any:
         if isinstance(leaf, deque):
             items = map_leaves([*leaf], known, path)
             return deque(items, leaf.maxlen) if to == "native" else items
-        selected.left_out.append(f"{path}, an object")
+        archive.left_out.append(f"{path}, an object")
         return LEFT_OUT
 
     return map_leaves(value, known)

@@ -138,12 +138,8 @@ def diff(
     require_arguments(_CALL, progress, path=path, other=other, rtol=rtol, atol=atol)
     require_arguments(_CALL, progress, include=include, exclude=exclude)
     is_selected = selection(include, exclude)
-
-    def is_wanted(path: str) -> bool:
-        return is_selected(owner_of(path)) and (not weights or path.startswith("model/"))
-
     archives = [open_archive(x, shapes, ignore_class, keep_module, progress) for x in (path, other)]
-    contents = [_content(archive, is_wanted) for archive in archives]
+    contents = [_content(archive, is_selected, weights) for archive in archives]
     with Files() as files:
 
         def compared(pair: _Pair, tick: Tick) -> TensorDifference:
@@ -192,12 +188,14 @@ def _nearness(tensor: TensorDifference) -> tuple[bool, float, float]:
     return has_distance, -(tensor.max_absolute or 0), -(tensor.max_relative or 0)
 
 
-def _content(archive: Archive, is_wanted: Callable[[str], bool]) -> dict[str, Any]:
-    """Return everything wanted, by path; tensors also under their second names."""
+def _content(archive: Archive, is_selected: Callable[[str], bool], weights: bool) -> dict[str, Any]:
+    """Return what is selected, by path; tensors also under their second names."""
     found = dict(entries(archive))
     for name, target in archive.aliases.items():
         found.setdefault(f"model/{name}", archive.tensors[target])
-    return {path: value for path, value in found.items() if is_wanted(path)}
+    if weights:
+        found = {path: value for path, value in found.items() if path.startswith("model/")}
+    return {path: value for path, value in found.items() if is_selected(owner_of(path))}
 
 
 def _with_numbers(
