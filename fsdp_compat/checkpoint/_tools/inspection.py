@@ -18,7 +18,7 @@ from ..._archive.header import dtype_name
 from ..._archive.reader import SLAB_NBYTES, Files, values_of
 from ..._archive.threads import for_each
 from ..._archive.walk import leaves
-from ..._progress import Tick
+from ..._progress import Tick, no_tick
 from .._arguments import require_arguments, selection
 from .._formats.recognition import open_archive
 from .arithmetic import comparable, extremes_and_mean
@@ -189,9 +189,13 @@ def inspect(
             return TensorFacts(path, tensor.dtype, tensor.shape, tensor.nbytes, parts, *numbers)
 
         stored = [each for each in selected if isinstance(each[1], StoredTensor)]
-        nbytes = sum(tensor.nbytes for _, tensor in stored)
-        shown = progress and stats
-        tensors = for_each(stored, facts_of, what="inspect", total_nbytes=nbytes, progress=shown)
+        if stats:
+            nbytes = sum(tensor.nbytes for _, tensor in stored)
+            tensors = for_each(
+                stored, facts_of, what="inspect", total_nbytes=nbytes, progress=progress
+            )
+        else:  # there is nothing to wait for, so threads would only cost
+            tensors = [facts_of(each, no_tick) for each in stored]
     return Inspection(
         path=archive.path,
         kind=archive.kind,
@@ -218,8 +222,7 @@ def entries(archive: Archive) -> Iterator[tuple[str, Any]]:
         *leaves(settings, "optimizer/param_groups"),
         *leaves(archive.extra, "extra"),
     ):
-        is_nothing = value == {} and not path.startswith("extra/")
-        if not isinstance(value, StoredTensor) and not is_nothing:
+        if not isinstance(value, StoredTensor) and (value != {} or path.startswith("extra/")):
             yield path, value
 
 
@@ -245,8 +248,8 @@ def _statistics(
 
 def _parts(tensor: StoredTensor, directory: Path) -> Iterator[Part]:
     """Yield the parts that hold the elements, and then copies of them."""
-    for number, piece in enumerate((*tensor.pieces, *tensor.copies)):
-        box, is_copy = piece.box, number >= len(tensor.pieces)
-        file = None if piece.path is None else relative_name(piece.path, directory)
-        nbytes = box.numel * tensor.dtype.itemsize
-        yield Part(box.offsets, box.sizes, nbytes, piece.holder, file, is_copy, piece)
+    for pieces, is_copy in ((tensor.pieces, False), (tensor.copies, True)):
+        for piece in pieces:
+            file = None if piece.path is None else relative_name(piece.path, directory)
+            box, nbytes = piece.box, piece.box.numel * tensor.dtype.itemsize
+            yield Part(box.offsets, box.sizes, nbytes, piece.holder, file, is_copy, piece)
