@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+
+pytest.importorskip("rich")
+
 from safetensors.torch import load_file
 
 from fsdp_compat import checkpoint

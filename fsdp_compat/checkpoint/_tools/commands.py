@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import importlib
 import inspect as inspect_module
 import json
 import os
@@ -22,13 +23,12 @@ from ..._archive.archive import Unrecognised
 from ..._archive.header import dtype_of
 from ..._archive.texts import parse_json, read_text
 from ..._text import shown
-from ...errors import FsdpCompatError
+from ...errors import FsdpCompatError, UsageError
 from .._folder.directory import steps_in
 from .convert import convert
 from .difference import diff
 from .inspection import Facts, inspect
 from .run_listing import list_checkpoints
-from .tables import of_difference, of_inspection, of_listing, of_verification
 from .verification import verify
 
 _PREFIXES = ("", "k", "m", "g", "t")
@@ -144,9 +144,23 @@ def _command(
 # -- output
 
 
-def _print(found: Facts, as_json: bool, table: Callable[[Any], str]) -> None:
-    text = f"{json.dumps(found.as_json(), allow_nan=False)}\n" if as_json else table(found)
-    sys.stdout.write(text)
+def _tables(as_json: bool) -> Any:
+    """Return what makes tables, or None for JSON. Raises UsageError without rich."""
+    try:
+        return None if as_json else importlib.import_module(".tables", __package__)
+    except ImportError as error:
+        raise UsageError.of(
+            "Tables need the package rich.",
+            expected="rich, or --json",
+            got="rich is not installed",
+            where="fsdp-compat",
+            fix="pip install rich",
+        ) from error
+
+
+def _print(found: Facts, text: str | None) -> None:
+    """Print a result, without a text as JSON."""
+    sys.stdout.write(text or json.dumps(found.as_json(), allow_nan=False) + "\n")
 
 
 # -- commands
@@ -164,15 +178,15 @@ def inspect_command(path: Path, all: bool, json: bool, **given: Any) -> int:
     """Show what a checkpoint is and holds: totals, and a line for each module, or, with --all,
     --stats or a pattern, for each tensor. Of a run's folder, list the checkpoints: step, format,
     size, whether each is complete, and which is the latest. No values are read without --stats."""
-    progress = sys.stderr.isatty()
+    tables, progress = _tables(json), sys.stderr.isatty()
     with contextlib.suppress(*[Unrecognised] if path.is_dir() else []):
         if not steps_in(path):
             found = inspect(path, progress=progress, **given)
             lists_all = all or bool(given["stats"] or given["include"] or given["exclude"])
-            _print(found, json, lambda found: of_inspection(found, lists_all, given["stats"]))
+            _print(found, tables and tables.of_inspection(found, lists_all, given["stats"]))
             return 0
     run = list_checkpoints(path, ignore_class=given["ignore_class"], progress=progress)
-    _print(run, json, of_listing)
+    _print(run, tables and tables.of_listing(run))
     return 0
 
 
@@ -181,8 +195,9 @@ def verify_command(json: bool, **given: Any) -> int:
     """Check that every element of every tensor is there exactly once, that files have their lengths
     and checksums, and that replicas are equal; count NaN and infinite values. Values of files
     without checksums, such as safetensors, can have changed unnoticed: the last line says so."""
+    tables = _tables(json)
     found = verify(progress=sys.stderr.isatty(), **given)
-    _print(found, json, of_verification)
+    _print(found, tables and tables.of_verification(found))
     return 0 if found.is_intact else 1
 
 
@@ -195,8 +210,9 @@ def verify_command(json: bool, **given: Any) -> int:
 def diff_command(json: bool, **given: Any) -> int:
     """Compare two checkpoints, of any two formats: tensors that only one has, other shapes and
     dtypes, and how far values are apart, the largest distance first. NaN equals NaN."""
+    tables = _tables(json)
     found = diff(progress=sys.stderr.isatty(), **given)
-    _print(found, json, of_difference)
+    _print(found, tables and tables.of_difference(found))
     return 0 if found.is_same else 1
 
 

@@ -1,15 +1,23 @@
-"""What the commands print: tables and lines of text, the same on a terminal and elsewhere.
+"""What the commands print: tables on a terminal, the same without colours and folding elsewhere.
 
-Names come from files, so they are untrusted."""
+Names come from files, so they are untrusted. Only the commands import this module, and with it
+rich."""
 
 from __future__ import annotations
 
 import collections
+import io
 import math
+import os
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from rich import box
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from ..._archive.header import dtype_name
 from ..._text import count_of, nbytes_text, shown
@@ -20,36 +28,57 @@ from .verification import Verification
 
 _MAX_MODULES = 40
 _NOTHING = "-"  # of what is None or empty
+_FAR = 100_000  # columns where there is no terminal: nothing is folded
 
 
-def _printed(*blocks: str) -> str:
-    return "\n\n".join(filter(None, blocks)) + "\n"
+def is_terminal() -> bool:
+    """Return whether people read what is printed to stdout."""
+    return sys.stdout.isatty()
 
 
-def _table(columns: str, rows: Iterable[Sequence[Any]]) -> str:
-    """Return a table, or nothing without rows. columns: names as in JSON; they say how values
-    look."""
-    rows = list(rows)
-    lines = [""] * (len(rows) + 1)
-    for at, name in enumerate(columns.split()):
-        values = [row[at] for row in rows]
+def _printed(*items: RenderableType | None) -> str:
+    """Return lines and tables as they are printed to stdout, without those that are None."""
+    terminal = is_terminal()
+    file = io.StringIO()
+    console = Console(
+        file=file,
+        force_terminal=terminal,
+        color_system="auto" if terminal and not os.environ.get("NO_COLOR") else None,
+        width=None if terminal else _FAR,
+        markup=False,
+        highlight=False,
+        emoji=False,
+    )
+    for item in items:
+        if item is not None:
+            console.print(item)
+            console.print()
+    return "".join(f"{line.rstrip()}\n" for line in file.getvalue().strip().split("\n"))
+
+
+def _table(columns: str, rows: Iterable[Sequence[Any]], style: str = "") -> Table | None:
+    """Return a table, or None without rows. columns: names as in JSON; they say how values look."""
+    names, *cells = columns.split(), *rows
+    frame = box.SIMPLE_HEAD if is_terminal() else None
+    table = Table(box=frame, show_edge=False, pad_edge=False, style=style)
+    for name, *values in zip(names, *cells, strict=True):
         are_numbers = all(value is None or isinstance(value, (int, float)) for value in values)
-        texts = [name, *(_text(name, value) for value in values)]
-        form = f"{'>' if are_numbers else '<'}{max(map(len, texts))}"
-        lines = [f"{line}{text:{form}}  " for line, text in zip(lines, texts, strict=True)]
-    return "\n".join(map(str.rstrip, lines)) if rows else ""
+        table.add_column(name, justify="right" if are_numbers else "left", overflow="fold")
+    for row in cells:
+        table.add_row(*(Text(_text(*each)) for each in zip(names, row, strict=True)))
+    return table if cells else None
 
 
-def _records(records: Iterable[Facts], columns: str) -> str:
+def _records(records: Iterable[Facts], columns: str, style: str = "") -> Table | None:
     """Return a table of these fields of the records."""
     names = columns.split()
-    return _table(columns, ([getattr(each, name) for name in names] for each in records))
+    return _table(columns, ([getattr(each, name) for name in names] for each in records), style)
 
 
-def _lines(**facts: Any) -> str:
+def _lines(**facts: Any) -> Text:
     """Return a line for each that is known."""
     found = [(name, _text(name, value)) for name, value in facts.items()]
-    return "\n".join(f"{name:14}  {text}" for name, text in found if text != _NOTHING)
+    return Text("\n".join(f"{name:14}  {text}" for name, text in found if text != _NOTHING))
 
 
 def _text(name: str, value: Any) -> str:
@@ -98,8 +127,8 @@ def of_inspection(found: Inspection, lists_all: bool, has_stats: bool) -> str:
         tensors,
         _table("second_name of", found.aliases.items()),
         _table("value is", found.values.items() if lists_all else ()),
-        _table("left_out", ([reason] for reason in found.left_out)),
-        "" if lists_all else "--all lists every tensor and other value, --include some of them",
+        _table("left_out", ([reason] for reason in found.left_out), "yellow"),
+        None if lists_all else "--all lists every tensor and other value, --include some of them",
     )
 
 
@@ -149,9 +178,9 @@ def of_verification(found: Verification) -> str:
             [each for each in found.tensors if each.num_nan or each.num_inf],
             "path dtype shape num_nan num_inf",
         ),
-        _records(found.problems, "kind where what"),
-        _table("not_looked_at", ([reason] for reason in found.left_out)),
-        _verdict(found),
+        _records(found.problems, "kind where what", "red"),
+        _table("not_looked_at", ([reason] for reason in found.left_out), "yellow"),
+        Text(_verdict(found), "bold red" if found.problems else "bold green"),
     )
 
 
@@ -171,17 +200,20 @@ def _verdict(found: Verification) -> str:
 def of_difference(found: Difference) -> str:
     """Return the tables and the summary."""
     num_tensors, num_different = len(found.tensors), found.num_different
-    summary = (
+    summary = Text(
         f"{count_of(num_different, 'tensor')} different, {num_tensors - num_different:,} the same, "
         f"{len(found.missing):,} missing, {len(found.added):,} added; "
-        f"{count_of(len(found.values), 'other value')} different"
+        f"{count_of(len(found.values), 'other value')} different",
+        "bold yellow",
     )
+    if found.is_same:
+        summary = Text(f"{count_of(num_tensors, 'tensor')}, all the same", "bold green")
     return _printed(
         _table("missing", ([path] for path in found.missing)),
         _table("added", ([path] for path in found.added)),
         _records(found.different, "path dtypes shapes num_different max_absolute max_relative"),
         _records(found.values, "path one other"),
-        f"{count_of(num_tensors, 'tensor')}, all the same" if found.is_same else summary,
+        summary,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+
+pytest.importorskip("rich")
+
 from safetensors.torch import save_file
 
 from tests.checkpoint.tools.program import Result, run
@@ -108,14 +112,22 @@ def test_json_has_a_stable_form(model: Path, other: Path) -> None:
     }
 
 
-def test_bars_are_for_terminals(
+def test_colours_frames_and_bars_are_for_terminals(
     monkeypatch: pytest.MonkeyPatch, model: Path, other: Path, tmp_path: Path
 ) -> None:
+    result = run("diff", model, other)
+    assert "\x1b" not in result.stdout and "─" not in result.stdout and not result.stderr
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "60")
+    for no_color in ("", "1"):
+        monkeypatch.setenv("NO_COLOR", no_color)
+        text = run("diff", model, other, on_terminal=True).stdout
+        assert ("\x1b[" in text) == (not no_color) and "─" in text
+    assert max(map(len, text.splitlines())) <= 60, "folded, not cut"
     for name, *rest in (["inspect", "--stats"], ["verify"], ["diff", other], ["convert", "t"]):
         monkeypatch.chdir(tmp_path)
         shown = run(name, model, *rest, on_terminal=True).stderr
         assert f"{'t' if name == 'convert' else name}: 100% of " in shown
-    assert not run("diff", model, other).stderr
 
 
 # -- exit status
@@ -251,11 +263,19 @@ def test_a_bug_keeps_its_traceback(
 # -- the program
 
 
-def test_every_command_has_help() -> None:
-    for name in NAMES:
-        assert run(name, "--help").exit_code == 0
-    text = " ".join(run("diff", "--help").stdout.split())
-    assert "--shapes PATH|MODULE:FUNCTION for flat files of FSDP1" in text, "of inspect's docstring"
+def test_without_the_extra_only_tables_are_refused_and_say_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "rich", None)  # type: ignore[arg-type]
+    for name in [name for name in sys.modules if re.fullmatch(r"fsdp_compat\..*\.tables", name)]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in ("inspect", "verify"):
+        result = run(name, model)
+        assert_one_message(result, 2)
+        assert "pip install rich" in result.stderr
+        assert json.loads(run(name, model, "--json").stdout)
+    assert run("convert", model, tmp_path / "target").exit_code == 0
+    assert all(run(name, "--help").exit_code == 0 for name in NAMES)
 
 
 PROGRAM = """
@@ -268,7 +288,7 @@ except SystemExit as end:
     assert end.code == 0 and "torch" not in sys.modules
 assert "plan" in dir(fsdp_compat) and not hasattr(fsdp_compat, "no_such_name")
 import fsdp_compat.checkpoint
-heavy = {"matplotlib", "torch.distributed.checkpoint"}
+heavy = {"rich", "matplotlib", "torch.distributed.checkpoint"}
 assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()
 try:
     fsdp_compat.__main__.main(["inspect", sys.argv[1]])

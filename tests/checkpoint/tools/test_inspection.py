@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytest.importorskip("rich")
+
 from fsdp_compat.checkpoint.files import convert, inspect, list_checkpoints
 from tests.checkpoint.tools.program import run
 
