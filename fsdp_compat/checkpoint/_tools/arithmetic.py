@@ -3,7 +3,6 @@ apart."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Iterable
 
@@ -56,40 +55,26 @@ def count_unequal(one: torch.Tensor, other: torch.Tensor) -> int:
     return int((one != other).view(-1, itemsize).any(dim=1).sum())
 
 
-@dataclasses.dataclass(frozen=True)
-class Distance:
-    """How far two tensors of one shape are apart."""
-
-    num_different: int = 0  # elements that differ by more than the tolerance
-    max_absolute: float = 0.0  # of all elements; infinite where one alone is NaN or infinite
-    max_relative: float = 0.0  # to the larger of the two magnitudes
-
-    def __add__(self, other: Distance) -> Distance:
-        """Return the distance of two parts together."""
-        return Distance(
-            self.num_different + other.num_different,
-            max(self.max_absolute, other.max_absolute),
-            max(self.max_relative, other.max_relative),
-        )
-
-
-def distance(one: torch.Tensor, other: torch.Tensor, rtol: float, atol: float) -> Distance:
-    """Compare two 1-D contiguous tensors. NaN equals NaN; values differ if further apart than
-    ``atol + rtol * m``, where m is the larger of their magnitudes."""
+def distance(
+    one: torch.Tensor, other: torch.Tensor, rtol: float, atol: float
+) -> tuple[int, float, float]:
+    """Compare two 1-D contiguous tensors. Return how many elements are further apart than ``atol +
+    rtol * m``, where m is the larger of their magnitudes, and the largest distance, absolute and
+    relative to m. NaN equals NaN; a value beside NaN or infinity is infinitely far from it."""
     dtypes = one.dtype, other.dtype
     num_unequal = count_unequal(one, other) if one.dtype == other.dtype else one.numel()
     if not num_unequal:
-        return Distance()
+        return 0, 0.0, 0.0
     if not all(map(comparable, dtypes)):
-        return Distance(num_unequal, torch.inf, torch.inf)
+        return num_unequal, torch.inf, torch.inf
     are_integers = not any(dtype.is_floating_point or dtype.is_complex for dtype in dtypes)
     is_wide = max(dtype.itemsize for dtype in dtypes) == 8
     apart, magnitudes = (_integers_apart if are_integers and is_wide else _apart)(one, other)
     if not apart.numel():
-        return Distance()
+        return 0, 0.0, 0.0
     relative = (apart / magnitudes).nan_to_num_(nan=torch.inf, posinf=torch.inf)
     is_close = apart.isfinite() & (apart <= atol + rtol * magnitudes)
-    return Distance(int((~is_close).sum()), float(apart.max()), float(relative.max()))
+    return int((~is_close).sum()), float(apart.max()), float(relative.max())
 
 
 def _apart(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -34,21 +34,13 @@ from .._formats.writers import WriteOptions, nbytes_to_write
 Names = Mapping[str, str | None] | Sequence[tuple[str, str]] | Callable[[str], str | None]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Format:
-    write: Callable[[Archive, Path, WriteOptions, Files], None]
-    holds_optimizer: bool
-    suffixes: tuple[str, ...] = ()  # of a target that is to be this format
-
-
-FORMATS = {
-    "safetensors": _Format(write_safetensors, False),
-    "safetensors-file": _Format(
-        functools.partial(write_safetensors, in_one_file=True), False, (".safetensors",)
-    ),
-    "torch": _Format(write_torch, True, (".pt", ".pth", ".bin", ".ckpt")),
-    "dcp": _Format(write_dcp, True),
-    "native": _Format(write_native, True),
+_Write = Callable[[Archive, Path, WriteOptions, Files], None]
+FORMATS: dict[str, tuple[_Write, tuple[str, ...]]] = {  # the suffixes of targets for each
+    "safetensors": (write_safetensors, ()),
+    "safetensors-file": (functools.partial(write_safetensors, in_one_file=True), (".safetensors",)),
+    "torch": (write_torch, (".pt", ".pth", ".bin", ".ckpt")),
+    "dcp": (write_dcp, ()),
+    "native": (write_native, ()),
 }
 _OTHER_SUFFIXES = (".zip", ".tar", ".gz", ".pkl", ".npz", ".h5", ".onnx", ".gguf")
 _CALL = "checkpoint.files.convert"
@@ -78,17 +70,17 @@ def convert(
 ) -> Path:
     """Write the content of a checkpoint of any known format as one of another.
 
-    One process; no process group, no GPU and no model. Values are converted tensor by tensor and
-    written as they come, at most 256 MiB at a time: only a tensor whose elements lie scattered over
-    a file may need its own size. ``target`` appears once everything in it is durable; nothing of it
-    is left if the call is interrupted or the process killed (the next call removes hidden
-    leftovers). Warns (UserWarning) of values of the source that the target does not hold.
+    Values are converted tensor by tensor and written as they come, at most 256 MiB at a time: only
+    a tensor whose elements lie scattered over a file may need its own size. ``target`` appears once
+    everything in it is durable; nothing of it is left if the call is interrupted or the process
+    killed (the next call removes hidden leftovers). Warns (UserWarning) of values of the source
+    that the target does not hold.
 
         convert("checkpoints/rank_files", "model", to="safetensors")
         convert("runs/7/step-00001200", "weights.pt", weights=True, dtype=torch.bfloat16)
 
     Args:
-        path: a checkpoint; its kind is recognised.
+        path: as for ``inspect``.
         target: does not exist yet.
         to: "safetensors" (a directory as Hugging Face lays it out), "safetensors-file", "torch" (a
             torch.save file), "dcp" (torch.distributed.checkpoint) or "native" (a directory for
@@ -100,11 +92,11 @@ def convert(
         unit: for "native": a regular expression; parameters whose names begin with the same match
             share a shard, such as ``r"layers\\.\\d+\\."``. Default: one per dtype.
         dtype: of the model's floating-point tensors in the target; default: their own.
-        rename: names in the target: a mapping from old names (to None: leave out), pairs of regular
-            expression and replacement, applied in order, or a function. Also for the optimizer.
-        include: regular expressions that are searched for in the original names: take the
-            parameters that match any of these; default: all.
-        exclude: the same: take none that matches any of these.
+        rename: names in the target: pairs of regular expression and replacement, applied in order.
+            In Python also a mapping from old names (to None: leave out), or a function. Also for
+            the optimizer.
+        include: as for ``inspect``.
+        exclude: as for ``inspect``.
         weights: take the model alone. Default: also the optimizer state and all other values, if
             the target can hold them.
         as_saved: for "torch": keep the nested containers and all names as they were saved. Excludes
@@ -151,30 +143,28 @@ def convert(
         archive.states, archive.param_groups, archive.extra = {}, None, {}
     if optimizer_names is not None:
         _name_optimizer(archive, optimizer_names)
-    old_names = (
-        *archive.tensors,
-        *archive.aliases,
-        *(() if archive.is_by_number else archive.states),
-    )
-    names = renamed(filter(is_selected, old_names), rename, _CALL)
+    states = () if archive.is_by_number else archive.states
+    old_names = filter(is_selected, (*archive.tensors, *archive.aliases, *states))
+    names = renamed(old_names, rename, _CALL)
     names |= {name: name for name, state in archive.states.items() if is_user(state)}
     wanted = _as_saved(archive) if as_saved else _selected(archive, names, dtype, to)
-    _require_complete(wanted)
-    steps = (step, step_in(target.name), archive.step, 0)
+    if problems := problems_of(wanted):
+        raise CheckpointError.of(
+            "The checkpoint is incomplete, or parts of several are mixed.",
+            expected="every element of every tensor once",
+            got=joined(problems, 5, "; "),
+            where=str(path),
+            fix="find the files of all ranks; `verify` lists what is missing",
+        )
+    steps = [each for each in (step, step_in(target.name), archive.step, 0) if each is not None]
     total = sum(nbytes_to_write(tensor) for _, tensor in wanted.all_tensors())
     with (
         Files(archive.checksums) as files,
         published(target) as hidden,
         progress_bar(progress, f"{to} {target.name}", total) as tick,
     ):
-        options = WriteOptions(
-            world_size or 1,
-            unit,
-            max_file_size,
-            next(each for each in steps if each is not None),
-            tick,
-        )
-        FORMATS[to].write(wanted, hidden, options, files)
+        options = WriteOptions(world_size or 1, unit, max_file_size, steps[0], tick)
+        FORMATS[to][0](wanted, hidden, options, files)
     if wanted.left_out:
         warnings.warn(f"not written to {target}: {joined(wanted.left_out, 8, ', ')}", stacklevel=2)
     return target
@@ -207,42 +197,18 @@ def _selected(
     archive: Archive, names: dict[str, str], dtype: torch.dtype | None, to: str
 ) -> Archive:
     """Return the archive that the target is to hold. names: old names to new ones."""
-    selected = dataclasses.replace(
-        archive, tensors={}, aliases={}, left_out=[*archive.left_out], as_saved=None
-    )
-    names = names | _select_model(archive, selected, names, dtype)
-    if to.startswith("safetensors") and selected.aliases:
-        left = joined(list(selected.aliases), 5, ", ")
-        selected.left_out.append(
-            f"second names of tied tensors ({left}): safetensors stores a tensor once"
-        )
-    _select_optimizer(selected, names, to)
-    if FORMATS[to].holds_optimizer:
-        selected.states = _data_in(selected.states, selected, to)
-        selected.param_groups = _data_in(selected.param_groups, selected, to)
-        selected.extra = _data_in(archive.extra, selected, to)
-        return selected
-    selected.extra = {}
-    if any(value is not None for value in archive.extra.values()):
-        selected.left_out.append(f"other values ({joined(list(archive.extra), 5, ', ')})")
-    return selected
-
-
-def _select_model(
-    archive: Archive, selected: Archive, names: Mapping[str, str], dtype: torch.dtype | None
-) -> dict[str, str]:
-    """Enter the tensors. Return the new name of each, by all of its names in the source."""
+    new = dataclasses.replace(archive, tensors={}, aliases={}, left_out=[*archive.left_out])
+    new.as_saved = None
     taken: dict[str, str] = {}  # the new name of a tensor, by its first name in the source
     for old in filter(names.__contains__, (*archive.tensors, *archive.aliases)):
-        new, first = names[old], archive.aliases.get(old, old)
+        first = archive.aliases.get(old, old)
         if first in taken:
-            selected.aliases[new] = taken[first]
+            new.aliases[names[old]] = taken[first]
             continue
-        taken[first] = new
         tensor = archive.tensors[first]
-        selected.tensors[new] = dataclasses.replace(
-            tensor, name=new, written_as=dtype if tensor.dtype.is_floating_point else None
-        )
+        taken[first] = name = names[old]
+        written_as = dtype if tensor.dtype.is_floating_point else None
+        new.tensors[name] = dataclasses.replace(tensor, name=name, written_as=written_as)
     if not taken:
         raise UsageError.of(
             "No tensor matches.",
@@ -251,33 +217,39 @@ def _select_model(
             where=_CALL,
             fix="look at the names with inspect",
         )
-    return {old: taken[first] for old, first in archive.aliases.items() if first in taken} | taken
-
-
-def _select_optimizer(selected: Archive, names: Mapping[str, str], to: str) -> None:
-    """Keep the states of these parameters, under their new names, if the target can hold them."""
-    states, groups, problem = selected.states, selected.param_groups, ""
-    if not FORMATS[to].holds_optimizer:
-        problem = "optimizer state (safetensors holds weights only)"
-    elif selected.is_by_number and to == "native":
-        problem = (
+    has_optimizer = bool(new.states) or new.param_groups is not None
+    if to.startswith("safetensors"):
+        seconds, others = (joined(list(each), 5, ", ") for each in (new.aliases, new.extra))
+        if seconds:
+            text = f"second names of tied tensors ({seconds}): safetensors stores a tensor once"
+            new.left_out.append(text)
+        if has_optimizer:
+            new.left_out.append("optimizer state (safetensors holds weights only)")
+        if any(value is not None for value in new.extra.values()):
+            new.left_out.append(f"other values ({others})")
+        new.states, new.param_groups, new.extra = {}, None, {}
+    elif new.is_by_number and to == "native" and has_optimizer:
+        new.left_out.append(
             "the optimizer state: its parameters are numbered, and a native checkpoint needs "
             "their names (optimizer_names, --optimizer-names)"
         )
-    if problem:
-        selected.left_out += [problem] if states or groups is not None else []
-        selected.states, selected.param_groups = {}, None
-    elif not selected.is_by_number:
-        selected.states = {names[old]: each for old, each in states.items() if old in names}
-        selected.param_groups = groups and [
+        new.states, new.param_groups = {}, None
+    elif not new.is_by_number:
+        names |= {old: taken[first] for old, first in archive.aliases.items() if first in taken}
+        names |= taken
+        new.states = {names[old]: each for old, each in new.states.items() if old in names}
+        new.param_groups = new.param_groups and [
             {**group, "params": [names[name] for name in group["params"] if name in names]}
-            for group in groups
+            for group in new.param_groups
         ]
+    new.states, new.param_groups, new.extra = (
+        _data_in(value, new, to) for value in (new.states, new.param_groups, new.extra)
+    )
+    return new
 
 
 def _as_saved(archive: Archive) -> Archive:
     """Return the archive to write with its nested values as they are, equal tensors once."""
-    saved = dataclasses.replace(archive, left_out=[*archive.left_out])
     firsts: dict[Any, StoredTensor] = {}
 
     def tied(leaf: Any, _: str) -> Any:
@@ -285,11 +257,11 @@ def _as_saved(archive: Archive) -> Archive:
             return leaf
         return firsts.setdefault((leaf.dtype, leaf.shape, leaf.pieces), leaf)
 
-    saved.as_saved = map_leaves(_data_in(state_dict_of(archive), saved, "torch"), tied)
-    return saved
+    archive.as_saved = map_leaves(_data_in(state_dict_of(archive), archive, "torch"), tied)
+    return archive
 
 
-def _data_in(value: Any, selected: Archive, to: str) -> Any:
+def _data_in(value: Any, archive: Archive, to: str) -> Any:
     """Return values without objects that were not read, which are entered in ``left_out``."""
 
     def known(leaf: Any, path: str) -> Any:
@@ -298,22 +270,10 @@ def _data_in(value: Any, selected: Archive, to: str) -> Any:
         if isinstance(leaf, deque):
             items = map_leaves([*leaf], known, path)
             return deque(items, leaf.maxlen) if to == "native" else items
-        selected.left_out.append(f"{path}, an object")
+        archive.left_out.append(f"{path}, an object")
         return LEFT_OUT
 
     return map_leaves(value, known)
-
-
-def _require_complete(archive: Archive) -> None:
-    problems = problems_of(archive)
-    if problems:
-        raise CheckpointError.of(
-            "The checkpoint is incomplete, or parts of several are mixed.",
-            expected="every element of every tensor once",
-            got=joined(problems, 5, "; "),
-            where=str(archive.path),
-            fix="find the files of all ranks; `verify` lists what is missing",
-        )
 
 
 # -- arguments
@@ -321,7 +281,7 @@ def _require_complete(archive: Archive) -> None:
 
 def _format_of(path: Path, target: Path, to: str | None, world_size: int | None) -> str:
     suffix = target.suffix.lower()
-    by_suffix = next((name for name, each in FORMATS.items() if suffix in each.suffixes), None)
+    by_suffix = next((name for name, (_, own) in FORMATS.items() if suffix in own), None)
     by_ranks = "dcp" if is_dcp(path) else "native"
     if to is None and suffix in _OTHER_SUFFIXES:
         raise unusable("target", "a name of a known format, or `to`", target.name, _CALL)

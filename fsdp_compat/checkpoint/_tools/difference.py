@@ -6,7 +6,7 @@ import dataclasses
 import math
 import os
 import reprlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,10 @@ from ..._archive.reader import SLAB_NBYTES, Files, read, read_box
 from ..._archive.threads import for_each
 from ..._layout.box import Box
 from ..._progress import Tick
-from .._arguments import require_arguments
+from .._arguments import require_arguments, selection
 from .._formats.recognition import open_archive
-from .arithmetic import Distance, comparable, distance
-from .inspection import Facts, path_selection, plain_values
+from .arithmetic import comparable, distance
+from .inspection import Facts, entries, owner_of
 
 _CALL = "checkpoint.files.diff"
 _TEMPORARY_NBYTES = 96  # per element: both values in float64, and what is computed from them
@@ -68,7 +68,12 @@ class Difference(Facts):
     @property
     def different(self) -> tuple[TensorDifference, ...]:
         """Return the tensors that both have and that are not the same."""
-        return tuple(tensor for tensor in self.tensors if not self._is_same(tensor))
+        return tuple(
+            tensor
+            for tensor in self.tensors
+            if tensor.num_different != 0
+            or not (self.any_dtype or tensor.dtypes[0] == tensor.dtypes[1])
+        )
 
     @property
     def num_different(self) -> int:
@@ -79,11 +84,6 @@ class Difference(Facts):
     def is_same(self) -> bool:
         """Return whether nothing is different, missing or added."""
         return not (self.missing or self.added or self.values or self.different)
-
-    def _is_same(self, tensor: TensorDifference) -> bool:
-        of_one, of_other = tensor.dtypes
-        is_accepted = of_one == of_other or self.any_dtype
-        return tensor.num_different == 0 and is_accepted
 
 
 def diff(
@@ -112,15 +112,14 @@ def diff(
     a tensor of one element that holds it.
 
     Args:
-        path: a file or a directory; its format is recognised.
-        other: the same.
+        path: as for ``inspect``.
+        other: the same, of any format.
         rtol: two values are the same if they are at most ``atol + rtol * m`` apart, where m is the
             larger of their magnitudes.
         atol: see ``rtol``.
         any_dtype: ignore dtypes, compare values.
-        include: regular expressions, searched in names of parameters and, for all else, in paths:
-            compare what matches any of these; default: all.
-        exclude: the same: compare nothing that matches any of these.
+        include: as for ``inspect``.
+        exclude: as for ``inspect``.
         weights: compare the model alone.
         shapes: as for ``inspect``, for both.
         ignore_class: as for ``inspect``.
@@ -139,39 +138,48 @@ def diff(
         OSError: a file cannot be read."""
     require_arguments(_CALL, progress, path=path, other=other, rtol=rtol, atol=atol)
     require_arguments(_CALL, progress, include=include, exclude=exclude)
-    is_selected = path_selection(include, exclude)
-
-    def is_wanted(path: str) -> bool:
-        return is_selected(path) and (not weights or path.startswith("model/"))
-
+    is_selected = selection(include, exclude)
     archives = [open_archive(x, shapes, ignore_class, keep_module, progress) for x in (path, other)]
-    contents = [_content(archive, is_wanted) for archive in archives]
+    contents = [_content(archive, is_selected, weights) for archive in archives]
     with Files() as files:
 
         def compared(pair: _Pair, tick: Tick) -> TensorDifference:
-            path, one, other = pair
-            found: Distance | None = None
-            if one.shape == other.shape:
-                found = Distance()
-                for box in Box.of_whole(one.shape).cut(SLAB_NBYTES // _TEMPORARY_NBYTES):
-                    values = [read_box(side, box, files).view(-1) for side in (one, other)]
-                    found += distance(values[0], values[1], rtol, atol)
-                    tick(sum(side.nbytes for side in values))
-            numbers = (None, None, None) if found is None else dataclasses.astuple(found)
-            dtypes, shapes = (one.dtype, other.dtype), (one.shape, other.shape)
-            return TensorDifference(path, dtypes, shapes, *numbers)
+            path, *both = pair
+            dtypes, shapes = (both[0].dtype, both[1].dtype), (both[0].shape, both[1].shape)
+            if shapes[0] != shapes[1]:
+                return TensorDifference(path, dtypes, shapes, None, None, None)
+            found = [(0, 0.0, 0.0)]
+            for box in Box.of_whole(shapes[0]).cut(SLAB_NBYTES // _TEMPORARY_NBYTES):
+                one, two = (read_box(side, box, files).view(-1) for side in both)
+                found.append(distance(one, two, rtol, atol))
+                tick(one.nbytes + two.nbytes)
+            numbers, absolute, relative = zip(*found, strict=True)
+            return TensorDifference(
+                path, dtypes, shapes, sum(numbers), max(absolute), max(relative)
+            )
 
-        sides = [_with_numbers(files, *both) for both in (contents, contents[::-1])]
-        pairs = _pairs(*sides)
-        nbytes = sum(one.nbytes + other.nbytes for _, one, other in pairs)
-        tensors = for_each(pairs, compared, what="diff", total_nbytes=nbytes, progress=progress)
+        one, two = (_with_numbers(files, *both) for both in (contents, contents[::-1]))
+        pairs: dict[tuple[int, int], _Pair] = {}  # each once, under its first name
+        for path in filter(two.__contains__, one):
+            if isinstance(one[path], StoredTensor) and isinstance(two[path], StoredTensor):
+                key = id(one[path]), id(two[path])
+                pairs.setdefault(key, (path, one[path], two[path]))
+        nbytes = sum(each.nbytes for _, *both in pairs.values() for each in both)
+        tensors = for_each(
+            [*pairs.values()], compared, what="diff", total_nbytes=nbytes, progress=progress
+        )
+    paired = {id(each) for _, *both in pairs.values() for each in both}
+    missing, added = (
+        tuple(p for p, x in side.items() if isinstance(x, StoredTensor) and id(x) not in paired)
+        for side in (one, two)
+    )
     return Difference(
         path=archives[0].path,
         other=archives[1].path,
-        missing=_only_in(sides[0], [one for _, one, _ in pairs]),
-        added=_only_in(sides[1], [other for _, _, other in pairs]),
+        missing=missing,
+        added=added,
         tensors=tuple(sorted(tensors, key=_nearness)),
-        values=tuple(_different_values((rtol, atol), *sides)),
+        values=tuple(_different_values((rtol, atol), one, two)),
         any_dtype=any_dtype,
     )
 
@@ -181,13 +189,14 @@ def _nearness(tensor: TensorDifference) -> tuple[bool, float, float]:
     return has_distance, -(tensor.max_absolute or 0), -(tensor.max_relative or 0)
 
 
-def _content(archive: Archive, is_wanted: Callable[[str], bool]) -> dict[str, Any]:
-    """Return everything wanted, by path; tensors also under their second names."""
-    found: dict[str, Any] = dict(archive.all_tensors())
+def _content(archive: Archive, is_selected: Callable[[str], bool], weights: bool) -> dict[str, Any]:
+    """Return what is selected, by path; tensors also under their second names."""
+    found = dict(entries(archive))
     for name, target in archive.aliases.items():
         found.setdefault(f"model/{name}", archive.tensors[target])
-    found |= plain_values(archive)
-    return {path: value for path, value in found.items() if is_wanted(path)}
+    if weights:
+        found = {path: value for path, value in found.items() if path.startswith("model/")}
+    return {path: value for path, value in found.items() if is_selected(owner_of(path))}
 
 
 def _with_numbers(
@@ -203,35 +212,18 @@ def _with_numbers(
     return found
 
 
-def _pairs(one: dict[str, Any], other: dict[str, Any]) -> list[_Pair]:
-    """Return the tensors that both sides have, each pair once."""
-    found: dict[tuple[int, int], _Pair] = {}
-    for path in filter(other.__contains__, one):
-        sides = one[path], other[path]
-        if all(isinstance(side, StoredTensor) for side in sides):
-            found.setdefault((id(sides[0]), id(sides[1])), (path, *sides))
-    return list(found.values())
-
-
-def _only_in(side: dict[str, Any], paired: Iterable[StoredTensor]) -> tuple[str, ...]:
-    """Return the paths of tensors that the other side does not have under any name."""
-    ids = set(map(id, paired))
-    tensors = ((path, each) for path, each in side.items() if isinstance(each, StoredTensor))
-    return tuple(path for path, tensor in tensors if id(tensor) not in ids)
-
-
 def _different_values(
-    tolerance: tuple[float, float], one: dict[str, Any], other: dict[str, Any]
+    tolerance: tuple[float, float], *sides: dict[str, Any]
 ) -> Iterator[ValueDifference]:
     """Yield the values other than tensors that differ, or that only one side has."""
-    plain = [
+    one, other = (
         {path: value for path, value in side.items() if not isinstance(value, StoredTensor)}
-        for side in (one, other)
-    ]
-    for path in {**plain[0], **plain[1]}:
+        for side in sides
+    )
+    for path in one | other:
         # To a format None may be nothing at all.
-        if not _is_same(tolerance, *(side.get(path) for side in plain)):
-            texts = (reprlib.repr(side[path]) if path in side else None for side in plain)
+        if not _is_same(tolerance, one.get(path), other.get(path)):
+            texts = (reprlib.repr(side[path]) if path in side else None for side in (one, other))
             yield ValueDifference(path, *texts)
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import math
 import os
 import reprlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,7 +18,7 @@ from ..._archive.header import dtype_name
 from ..._archive.reader import SLAB_NBYTES, Files, values_of
 from ..._archive.threads import for_each
 from ..._archive.walk import leaves
-from ..._progress import Tick
+from ..._progress import Tick, no_tick
 from .._arguments import require_arguments, selection
 from .._formats.recognition import open_archive
 from .arithmetic import comparable, extremes_and_mean
@@ -27,17 +27,17 @@ _CALL = "checkpoint.files.inspect"
 _TEMPORARY_NBYTES = 16  # per element: as stored, and in float64
 
 
+@dataclasses.dataclass(frozen=True)
 class Facts:
-    """A result: a dataclass that becomes JSON."""
+    """A result, which becomes JSON by the names of its fields, and the same way a table."""
 
     also_in_json: ClassVar[tuple[str, ...]] = ()  # properties and methods
 
     def as_json(self) -> dict[str, Any]:
         """Return the same for ``json.dumps``: dtypes, paths and not finite numbers are texts."""
-        fields: Any = self
-        names = [each.name for each in dataclasses.fields(fields) if each.name[0] != "_"]
-        found = {name: getattr(self, name) for name in (*names, *self.also_in_json)}
-        return {name: _plain(item() if callable(item) else item) for name, item in found.items()}
+        fields = [each.name for each in dataclasses.fields(self) if each.name[0] != "_"]
+        found = [(name, getattr(self, name)) for name in (*fields, *self.also_in_json)]
+        return {name: _plain(value() if callable(value) else value) for name, value in found}
 
 
 def _plain(value: Any) -> Any:
@@ -120,19 +120,17 @@ class Inspection(Facts):
 
     def nbytes_by_section(self) -> dict[str, int]:
         """Return the bytes of "model", "optimizer" and "extra", if they have tensors."""
-        return _totals((tensor.section, tensor.nbytes) for tensor in self.tensors)
+        found: collections.Counter[str] = collections.Counter()
+        for tensor in self.tensors:
+            found[tensor.section] += tensor.nbytes
+        return dict(found)
 
     def nbytes_by_rank(self) -> dict[int | None, int]:
         """Return the bytes that each rank wrote, copies included; None: not known who."""
-        found = _totals((part.rank, part.nbytes) for each in self.tensors for part in each.parts)
+        found: collections.Counter[int | None] = collections.Counter()
+        for part in (part for tensor in self.tensors for part in tensor.parts):
+            found[part.rank] += part.nbytes
         return dict(sorted(found.items(), key=lambda item: (item[0] is None, item[0])))
-
-
-def _totals(items: Iterable[tuple[Any, int]]) -> dict[Any, int]:
-    found: collections.Counter[Any] = collections.Counter()
-    for key, nbytes in items:
-        found[key] += nbytes
-    return dict(found)
 
 
 def inspect(
@@ -152,10 +150,11 @@ def inspect(
             print(tensor.path, tensor.dtype, tensor.shape, tensor.ranks)
 
     Args:
-        path: a file or a directory; its format is recognised.
-        include: patterns that choose what is returned, as for ``diff``.
-        exclude: as for ``diff``.
-        stats: also read the values of these tensors, for their smallest, largest and mean value.
+        path: a checkpoint, or a run's folder: the newest in it. The format is recognised.
+        include: regular expressions, searched in names of parameters and, for all else, in paths:
+            take what matches any of these; default: all.
+        exclude: the same: take nothing that matches any of these.
+        stats: also read the values, for the smallest, the largest and the mean of each tensor.
         shapes: for flat files of FSDP1 (LOCAL_STATE_DICT), which hold none: a file of
             ``torch.save(model.state_dict(), path)``, of the model before wrapping, with any values.
             Without it, parameters stay flat.
@@ -168,33 +167,44 @@ def inspect(
     Returns:
         ``path``, ``kind`` (the format), ``tensors``, ``aliases`` (second names of tied tensors),
         ``values`` (all else, shortened), ``world_size``, ``step``, ``left_out`` (what could not be
-        read), ``nbytes``, ``nbytes_by_section()`` and ``nbytes_by_rank()``. A tensor has ``path``
-        ("model/...", "optimizer/<parameter>/<key>" or "extra/..."), ``dtype``, ``shape``,
-        ``nbytes``, ``ranks``, ``parts`` (each with ``offsets``, ``sizes``, ``rank``, ``file`` and
-        ``start``, which reads a header of torch.distributed.checkpoint) and, with ``stats``,
-        ``minimum``, ``maximum`` and ``mean``.
+        read) and ``nbytes``, also by section and by rank. A tensor has ``path`` ("model/...",
+        "optimizer/<parameter>/<key>" or "extra/..."), ``dtype``, ``shape``, ``nbytes``, ``ranks``,
+        ``parts`` (which ranks and files have), and with ``stats`` ``minimum``, ``maximum`` and
+        ``mean``.
 
     Raises:
         CheckpointError: it is not a checkpoint, or is damaged, incomplete or refused.
         UsageError: an argument is invalid.
         OSError: a file cannot be read."""
     require_arguments(_CALL, progress, path=path, include=include, exclude=exclude)
-    is_selected = path_selection(include, exclude)
+    is_selected = selection(include, exclude)
     archive = open_archive(path, shapes, ignore_class, keep_module, progress)
-    stored = [each for each in archive.all_tensors() if is_selected(each[0])]
-    numbers: Sequence[_Numbers] = [(None, None, None)] * len(stored)
-    if stats:
-        numbers = _statistics([tensor for _, tensor in stored], progress)
-    found = zip(stored, numbers, strict=True)
+    selected = [each for each in entries(archive) if is_selected(owner_of(each[0]))]
+    with Files() as files:
+
+        def facts_of(item: tuple[str, StoredTensor], tick: Tick) -> TensorFacts:
+            path, tensor = item
+            numbers = _statistics(tensor, files, tick) if stats else ()
+            parts = tuple(_parts(tensor, archive.path))
+            return TensorFacts(path, tensor.dtype, tensor.shape, tensor.nbytes, parts, *numbers)
+
+        stored = [each for each in selected if isinstance(each[1], StoredTensor)]
+        if stats:
+            nbytes = sum(tensor.nbytes for _, tensor in stored)
+            tensors = for_each(
+                stored, facts_of, what="inspect", total_nbytes=nbytes, progress=progress
+            )
+        else:  # there is nothing to wait for, so threads would only cost
+            tensors = [facts_of(each, no_tick) for each in stored]
     return Inspection(
         path=archive.path,
         kind=archive.kind,
-        tensors=tuple(_facts(*each, archive.path, of_each) for each, of_each in found),
-        aliases={
-            name: first for name, first in archive.aliases.items() if is_selected(f"model/{name}")
-        },
+        tensors=tuple(tensors),
+        aliases={name: first for name, first in archive.aliases.items() if is_selected(name)},
         values={
-            path: reprlib.repr(value) for path, value in plain_values(archive) if is_selected(path)
+            path: reprlib.repr(value)
+            for path, value in selected
+            if not isinstance(value, StoredTensor)
         },
         world_size=archive.world_size,
         step=archive.step,
@@ -202,44 +212,24 @@ def inspect(
     )
 
 
-def path_selection(include: Collection[str], exclude: Collection[str]) -> Callable[[str], bool]:
-    """Return whether a path is selected: by the name of the parameter, or in "extra" by itself."""
-    is_selected = selection(include, exclude)
-
-    def is_path_selected(path: str) -> bool:
-        section, _, name = path.partition("/")
-        if section == "optimizer":
-            name = name.rpartition("/")[0]
-        return is_selected(path if section == "extra" else name)
-
-    return is_path_selected
-
-
-_Numbers = tuple[float, float, float] | tuple[None, None, None]
+def entries(archive: Archive) -> Iterator[tuple[str, Any]]:
+    """Yield every tensor, and then every other value, with its path."""
+    yield from archive.all_tensors()
+    groups = enumerate(archive.param_groups or [])
+    settings = {number: {**group, "params": len(group["params"])} for number, group in groups}
+    for path, value in (
+        *leaves(archive.states, "optimizer"),
+        *leaves(settings, "optimizer/param_groups"),
+        *leaves(archive.extra, "extra"),
+    ):
+        if not isinstance(value, StoredTensor) and (value != {} or path.startswith("extra/")):
+            yield path, value
 
 
-def _statistics(tensors: Sequence[StoredTensor], progress: bool) -> list[_Numbers]:
-    """Return the smallest, the largest and the mean value of each, if its dtype has them."""
-
-    def look_at(tensor: StoredTensor, tick: Tick) -> _Numbers:
-        if tensor.dtype.is_complex or not comparable(tensor.dtype) or not tensor.numel:
-            return None, None, None
-        return extremes_and_mean(values_of(tensor, files, SLAB_NBYTES // _TEMPORARY_NBYTES, tick))
-
-    total = sum(tensor.nbytes for tensor in tensors)
-    with Files() as files:
-        return for_each(tensors, look_at, what="inspect", total_nbytes=total, progress=progress)
-
-
-def _facts(path: str, tensor: StoredTensor, directory: Path, numbers: _Numbers) -> TensorFacts:
-    def part(piece: StoredPiece, is_copy: bool) -> Part:
-        box, nbytes = piece.box, piece.box.numel * tensor.dtype.itemsize
-        file = None if piece.path is None else relative_name(piece.path, directory)
-        return Part(box.offsets, box.sizes, nbytes, piece.holder, file, is_copy, piece)
-
-    parts = [part(piece, False) for piece in tensor.pieces]
-    parts += [part(piece, True) for piece in tensor.copies]
-    return TensorFacts(path, tensor.dtype, tensor.shape, tensor.nbytes, tuple(parts), *numbers)
+def owner_of(path: str) -> str:
+    """Return the name of the parameter that a path belongs to, or of "extra" the path itself."""
+    section, _, name = path.partition("/")
+    return {"extra": path, "optimizer": name.rpartition("/")[0]}.get(section, name)
 
 
 def relative_name(path: Path, directory: Path) -> str:
@@ -247,14 +237,19 @@ def relative_name(path: Path, directory: Path) -> str:
     return path.name if path == directory else os.path.relpath(path, directory)
 
 
-def plain_values(archive: Archive) -> Iterator[tuple[str, Any]]:
-    """Yield everything that is not a tensor, under a path like those of tensors."""
-    for path, value in leaves(archive.states, "optimizer"):
-        if not isinstance(value, StoredTensor) and value != {}:
-            yield path, value
-    for number, group in enumerate(archive.param_groups or []):
-        settings = {**group, "params": len(group["params"])}
-        yield from leaves(settings, f"optimizer/param_groups/{number}")
-    for path, value in leaves(archive.extra, "extra"):
-        if not isinstance(value, StoredTensor) and (path, value) != ("extra", {}):
-            yield path, value
+def _statistics(
+    tensor: StoredTensor, files: Files, tick: Tick
+) -> tuple[float, float, float] | tuple[()]:
+    """Return the smallest, the largest and the mean value, if there are any."""
+    if tensor.dtype.is_complex or not comparable(tensor.dtype) or not tensor.numel:
+        return ()
+    return extremes_and_mean(values_of(tensor, files, SLAB_NBYTES // _TEMPORARY_NBYTES, tick))
+
+
+def _parts(tensor: StoredTensor, directory: Path) -> Iterator[Part]:
+    """Yield the parts that hold the elements, and then copies of them."""
+    for pieces, is_copy in ((tensor.pieces, False), (tensor.copies, True)):
+        for piece in pieces:
+            file = None if piece.path is None else relative_name(piece.path, directory)
+            box, nbytes = piece.box, piece.box.numel * tensor.dtype.itemsize
+            yield Part(box.offsets, box.sizes, nbytes, piece.holder, file, is_copy, piece)

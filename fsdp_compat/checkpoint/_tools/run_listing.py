@@ -28,7 +28,6 @@ from .._formats.recognition import (
 )
 from .inspection import Facts
 
-_SUFFIXES = (*TORCH_SUFFIXES, ".safetensors")
 _NUMBER = re.compile(r"(\d+)\D*$")
 
 
@@ -84,23 +83,23 @@ def list_checkpoints(
         OSError: the folder cannot be read."""
     require_arguments("checkpoint.files.list_checkpoints", progress, folder=folder)
     folder = Path(folder)
-    paths = [path for path in sorted(folder.iterdir()) if _is_candidate(path)]
+    names = sorted(path.name for path in folder.iterdir())
+    paths = [folder / name for name in names if _is_candidate(folder / name)]
     files = [path for path in paths if not path.is_dir()]
     if _are_one(folder, files, ignore_class):
         paths = [folder, *(path for path in paths if path not in files)]
     with elapsing(progress, f"reading the headers in {folder.name}"):
         found = [each for path in paths if (each := _listed(path, ignore_class)) is not None]
-    listed = sorted(found, key=lambda each: (-1 if each.step is None else each.step, each.path))
-    if not listed:
-        names = [path.name for path in sorted(folder.iterdir())]
+    if not found:
         raise unreadable(folder, joined(names, 8, ", ") or "an empty directory", is_listed=True)
-    return Listing(folder, tuple(listed))
+    found.sort(key=lambda each: (-1 if each.step is None else each.step, each.path))
+    return Listing(folder, tuple(found))
 
 
 def _is_candidate(path: Path) -> bool:
     if path.name.startswith("."):
         return UNFINISHED.fullmatch(path.name) is not None
-    return path.is_dir() or path.suffix in _SUFFIXES
+    return path.is_dir() or path.suffix in (*TORCH_SUFFIXES, ".safetensors")
 
 
 def _are_one(folder: Path, files: Sequence[Path], ignore_class: Collection[str]) -> bool:
@@ -124,7 +123,7 @@ def _listed(path: Path, ignore_class: Collection[str]) -> Listed | None:
         nbytes = sum(file.stat().st_size for file in files if file.is_file())
         if unfinished is None:
             archive = _opened(path, ignore_class)
-            problem = "; ".join(problems_of(archive)[:1])
+            problem = next(iter(problems_of(archive)), "")
     except Unrecognised:
         return None
     except CheckpointError as error:

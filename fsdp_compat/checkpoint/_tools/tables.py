@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import collections
 import io
-import itertools
 import math
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
+import torch
 from rich import box
 from rich.console import Console, RenderableType
 from rich.table import Table
@@ -21,11 +22,12 @@ from rich.text import Text
 from ..._archive.header import dtype_name
 from ..._text import count_of, nbytes_text, shown
 from .difference import Difference
-from .inspection import Inspection, TensorFacts
+from .inspection import Facts, Inspection, TensorFacts, owner_of
 from .run_listing import Listing
-from .verification import TensorCheck, Verification
+from .verification import Verification
 
 _MAX_MODULES = 40
+_NOTHING = "-"  # of what is None or empty
 _FAR = 100_000  # columns where there is no terminal: nothing is folded
 
 
@@ -54,148 +56,130 @@ def _printed(*items: RenderableType | None) -> str:
     return "".join(f"{line.rstrip()}\n" for line in file.getvalue().strip().split("\n"))
 
 
-def _table(titles: str, rows: Iterable[Sequence[str]], style: str = "") -> Table | None:
-    """Return a table, or None without rows. titles: between bars; those of numbers end with ">"."""
-    rows, has_head = list(rows), bool(titles.strip(" |"))
-    frame = box.SIMPLE_HEAD if has_head and is_terminal() else None
-    table = Table(
-        box=frame,
-        show_header=has_head,
-        show_edge=False,
-        pad_edge=False,
-        collapse_padding=frame is not None,
-        style=style,
-    )
-    for title in titles.split("|"):
-        text, sign, _ = title.strip().partition(">")
-        table.add_column(Text(text), justify="right" if sign else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(shown(cell)) for cell in row))
-    return table if rows else None
+def _table(columns: str, rows: Iterable[Sequence[Any]], style: str = "") -> Table | None:
+    """Return a table, or None without rows. columns: names as in JSON; they say how values look."""
+    names, *cells = columns.split(), *rows
+    frame = box.SIMPLE_HEAD if is_terminal() else None
+    table = Table(box=frame, show_edge=False, pad_edge=False, style=style)
+    for name, *values in zip(names, *cells, strict=True):
+        are_numbers = all(value is None or isinstance(value, (int, float)) for value in values)
+        table.add_column(name, justify="right" if are_numbers else "left", overflow="fold")
+    for row in cells:
+        table.add_row(*(Text(_text(*each)) for each in zip(names, row, strict=True)))
+    return table if cells else None
+
+
+def _records(records: Iterable[Facts], columns: str, style: str = "") -> Table | None:
+    """Return a table of these fields of the records."""
+    names = columns.split()
+    return _table(columns, ([getattr(each, name) for name in names] for each in records), style)
+
+
+def _lines(**facts: Any) -> Text:
+    """Return a line for each that is known."""
+    found = [(name, _text(name, value)) for name, value in facts.items()]
+    return Text("\n".join(f"{name:14}  {text}" for name, text in found if text != _NOTHING))
+
+
+def _text(name: str, value: Any) -> str:
+    """Return the value of a field as people read it."""
+    if name == "ranks":
+        return ranks_text(value)
+    if value is None or value in ((), ""):
+        return _NOTHING
+    if name in ("dtypes", "shapes"):
+        return " / ".join(dict.fromkeys(_text(name[:-1], each) for each in value))
+    if name == "shape":
+        return " x ".join(map(str, value))
+    if name.endswith("nbytes"):
+        return nbytes_text(value)
+    if isinstance(value, torch.dtype):
+        return dtype_name(value)
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) and name != "step" else shown(str(value))
 
 
 def of_inspection(found: Inspection, lists_all: bool, has_stats: bool) -> str:
     """Return the facts, and a line for each tensor and value, or else for each module."""
-    values = hint = None
-    if has_stats:
-        titles = "tensor | dtype | shape | min> | max> | mean>"
-        numbers = ((each.minimum, each.maximum, each.mean) for each in found.tensors)
-        texts = (["-" if it is None else f"{it:.4g}" for it in three] for three in numbers)
-        rows = [(*_head(each), *more) for each, more in zip(found.tensors, texts, strict=True)]
-    elif lists_all:
-        titles = "tensor | dtype | shape | size> | ranks"
-        rows = [
-            (*_head(each), nbytes_text(each.nbytes), ranks_text(each.ranks))
-            for each in found.tensors
-        ]
-    else:
-        titles = "module | elements> | dtypes | size> | optimizer> | ranks"
-        rows = list(itertools.starmap(_row_of_module, _modules_of(found.tensors).items()))
-        hint = "--all lists every tensor and other value, --include REGEX some of them"
     if lists_all:
-        values = _table("other value |", found.values.items())
+        columns = "minimum maximum mean" if has_stats else "nbytes ranks"
+        tensors = _records(found.tensors, f"path dtype shape {columns}")
+    else:
+        columns = "module elements dtypes nbytes optimizer_nbytes ranks"
+        tensors = _table(columns, _modules(found.tensors))
+    totals = found.nbytes_by_section() | {"total": found.nbytes}
+    numbers = collections.Counter(tensor.section for tensor in found.tensors)
+    numbers["total"] = len(found.tensors)
+    by_rank = sorted(nbytes for rank, nbytes in found.nbytes_by_rank().items() if rank is not None)
     return _printed(
-        _table("|", _facts_of_inspection(found)),
-        _table(titles, rows),
-        _table("second name | of", found.aliases.items()),
-        values,
-        _table("left out", ([reason] for reason in found.left_out), "yellow"),
-        hint,
+        _lines(
+            path=found.path,
+            kind=found.kind,
+            world_size=found.world_size,
+            nbytes_by_rank=" to ".join(dict.fromkeys(map(nbytes_text, by_rank[:1] + by_rank[-1:]))),
+            step=found.step,
+            **{
+                name: f"{count_of(numbers[name], 'tensor')}, {nbytes_text(nbytes)}"
+                for name, nbytes in totals.items()
+            },
+        ),
+        tensors,
+        _table("second_name of", found.aliases.items()),
+        _table("value is", found.values.items() if lists_all else ()),
+        _table("left_out", ([reason] for reason in found.left_out), "yellow"),
+        None if lists_all else "--all lists every tensor and other value, --include some of them",
     )
 
 
-def _facts_of_inspection(found: Inspection) -> Iterator[tuple[str, str]]:
-    yield "path", str(found.path)
-    yield "kind", found.kind
-    if found.world_size is not None:
-        by_rank = [nbytes for rank, nbytes in found.nbytes_by_rank().items() if rank is not None]
-        each = dict.fromkeys(nbytes_text(of(by_rank)) for of in (min, max) if by_rank)
-        ranks = count_of(found.world_size, "rank")
-        yield "written by", f"{ranks}, {' to '.join(each)} each" if each else ranks
-    if found.step is not None:
-        yield "step", str(found.step)
-    numbers = collections.Counter(tensor.section for tensor in found.tensors)
-    for section, nbytes in found.nbytes_by_section().items():
-        yield section, f"{count_of(numbers[section], 'tensor')}, {nbytes_text(nbytes)}"
-    yield "total", f"{count_of(len(found.tensors), 'tensor')}, {nbytes_text(found.nbytes)}"
-
-
-def _modules_of(tensors: Iterable[TensorFacts]) -> dict[str, list[TensorFacts]]:
-    """Return the tensors of each module, with the optimizer states of its parameters. Names have as
-    many components as give few modules."""
-    owners: list[tuple[TensorFacts, list[str]]] = []
+def _modules(tensors: Sequence[TensorFacts]) -> Iterator[tuple[Any, ...]]:
+    """Yield a row for each module, with the optimizer states of its parameters. Names have as many
+    components as give few modules."""
+    owners: list[list[str]] = []
     for tensor in tensors:
-        section, _, name = tensor.path.partition("/")
-        if section == "optimizer":
-            name = name.rpartition("/")[0]
-            name = "optimizer, by number" if name.isdecimal() else name
-        parts = name.split(".")
-        if section != "extra":
-            owners.append((tensor, parts[:-1] or parts))
-    depth = max((len(owner) for _, owner in owners), default=1)
-    while depth > 1 and len({tuple(owner[:depth]) for _, owner in owners}) > _MAX_MODULES:
+        name = owner_of(tensor.path)
+        parts = ["optimizer, by number"] if name.isdecimal() else name.split(".")
+        owners.append(parts[:-1] or parts)
+    depth = max(map(len, owners), default=1)
+    while depth > 1 and len({tuple(owner[:depth]) for owner in owners}) > _MAX_MODULES:
         depth -= 1
     found: dict[str, list[TensorFacts]] = {}
-    for tensor, owner in owners:
-        found.setdefault(".".join(owner[:depth]), []).append(tensor)
-    return found
-
-
-def _row_of_module(name: str, tensors: Sequence[TensorFacts]) -> tuple[str, ...]:
-    of_model = [tensor for tensor in tensors if tensor.section == "model"]
-    nbytes = sum(tensor.nbytes for tensor in of_model)
-    others = sum(tensor.nbytes for tensor in tensors) - nbytes
-    return (
-        name,
-        f"{sum(math.prod(tensor.shape) for tensor in of_model):,}",
-        ", ".join(dict.fromkeys(dtype_name(tensor.dtype) for tensor in of_model)),
-        nbytes_text(nbytes),
-        nbytes_text(others) if others else "-",
-        ranks_text(rank for tensor in tensors for rank in tensor.ranks),
-    )
-
-
-def _head(tensor: TensorFacts | TensorCheck) -> tuple[str, str, str]:
-    return tensor.path, dtype_name(tensor.dtype), _shape_text(tensor.shape)
-
-
-def _shape_text(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape)) if shape else "-"
+    for tensor, owner in zip(tensors, owners, strict=True):
+        if tensor.section != "extra":
+            found.setdefault(".".join(owner[:depth]), []).append(tensor)
+    for name, inside in found.items():
+        own = [tensor for tensor in inside if tensor.section == "model"]
+        numel, nbytes = sum(math.prod(each.shape) for each in own), sum(x.nbytes for x in own)
+        others = sum(tensor.nbytes for tensor in inside) - nbytes
+        ranks = [rank for tensor in inside for rank in tensor.ranks]
+        yield name, numel, [tensor.dtype for tensor in own], nbytes, others or None, ranks
 
 
 def of_listing(found: Listing) -> str:
     """Return a line for each checkpoint."""
-    rows = []
-    for each in found.checkpoints:
-        numbers = ("-" if it is None else str(it) for it in (each.step, each.world_size))
-        step, num_ranks = numbers
-        complete = "yes" + ", latest" * (each.path == found.latest)
-        rows.append(
-            (
-                os.path.relpath(each.path, found.path),
-                step,
-                each.kind or "-",
-                num_ranks,
-                nbytes_text(each.nbytes),
-                f"no: {each.problem}" if each.problem else complete,
-            )
-        )
-    return _printed(_table("checkpoint | step> | format | ranks> | size> | complete", rows))
+    return _printed(
+        _records(found.checkpoints, "path step kind world_size nbytes problem"),
+        _lines(latest=found.latest),
+    )
 
 
 def of_verification(found: Verification) -> str:
-    facts = [("path", str(found.path)), ("kind", found.kind)]
-    if found.tensors or not found.problems:  # which may prevent that they are known
-        facts.append(("tensors", f"{len(found.tensors):,}, {nbytes_text(found.nbytes)}"))
-    compared = f"{found.num_checksums:,} compared" if found.num_checksums else "none"
-    odd = [each for each in found.tensors if each.num_nan or each.num_inf]
-    counts = ((*_head(each), f"{each.num_nan:,}", f"{each.num_inf:,}") for each in odd)
-    problems = ((problem.kind, problem.where, problem.what) for problem in found.problems)
+    """Return the facts, what is not finite, the problems and the verdict."""
     return _printed(
-        _table("|", [*facts, ("checksums", compared)]),
-        _table("tensor | dtype | shape | NaN> | infinite>", counts),
-        _table("problem | where | what", problems, "red"),
-        _table("not looked at", ([reason] for reason in found.left_out), "yellow"),
+        _lines(
+            path=found.path,
+            kind=found.kind,
+            tensors=f"{len(found.tensors):,}, {nbytes_text(found.nbytes)}"
+            if found.tensors
+            else None,
+            checksums=f"{found.num_checksums:,} compared" if found.num_checksums else "none",
+        ),
+        _records(
+            [each for each in found.tensors if each.num_nan or each.num_inf],
+            "path dtype shape num_nan num_inf",
+        ),
+        _records(found.problems, "kind where what", "red"),
+        _table("not_looked_at", ([reason] for reason in found.left_out), "yellow"),
         Text(_verdict(found), "bold red" if found.problems else "bold green"),
     )
 
@@ -215,32 +199,20 @@ def _verdict(found: Verification) -> str:
 
 def of_difference(found: Difference) -> str:
     """Return the tables and the summary."""
-    num_different, num_same = len(found.different), len(found.tensors) - len(found.different)
+    num_tensors, num_different = len(found.tensors), found.num_different
     summary = Text(
-        f"{count_of(num_different, 'tensor')} different, {num_same:,} the same, "
+        f"{count_of(num_different, 'tensor')} different, {num_tensors - num_different:,} the same, "
         f"{len(found.missing):,} missing, {len(found.added):,} added; "
         f"{count_of(len(found.values), 'other value')} different",
         "bold yellow",
     )
     if found.is_same:
-        summary = Text(f"{count_of(len(found.tensors), 'tensor')}, all the same", "bold green")
-    alone = [(path, "only in the first") for path in found.missing]
-    alone += [(path, "only in the second") for path in found.added]
-    has_more = any(not path.startswith("model/") for path, _ in alone)
-    rows = []
-    for each in found.different:
-        numbers = ["-"] * 3
-        if each.num_different is not None:
-            distances = each.max_absolute, each.max_relative
-            numbers = [f"{each.num_different:,}", *(f"{number:.3g}" for number in distances)]
-        facts = map(dtype_name, each.dtypes), map(_shape_text, each.shapes)
-        rows.append((each.path, *(" / ".join(dict.fromkeys(both)) for both in facts), *numbers))
-    values = ((each.path, each.one or "-", each.other or "-") for each in found.values)
+        summary = Text(f"{count_of(num_tensors, 'tensor')}, all the same", "bold green")
     return _printed(
-        _table("tensor or value | where", alone),
-        "--weights compares the models alone" if has_more else None,
-        _table("tensor | dtype | shape | different> | largest distance> | relative>", rows),
-        _table("other value | first | second", values),
+        _table("missing", ([path] for path in found.missing)),
+        _table("added", ([path] for path in found.added)),
+        _records(found.different, "path dtypes shapes num_different max_absolute max_relative"),
+        _records(found.values, "path one other"),
         summary,
     )
 

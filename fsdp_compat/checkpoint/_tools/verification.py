@@ -23,7 +23,7 @@ from ...errors import CheckpointError, unusable
 from .._arguments import require_arguments
 from .._formats.native import files_of_native, native_in
 from .._formats.paths import require_inside
-from .._formats.recognition import open_archive
+from .._formats.recognition import open_archive, require_lengths
 from .arithmetic import count_not_finite, count_unequal
 from .inspection import Facts, relative_name
 
@@ -89,15 +89,14 @@ def verify(
         assert result.is_intact, result.problems
 
     Every element of every tensor has to be in the files exactly once, every file as long as the
-    checkpoint says and inside its directory. The values are read: checksums are compared, copies by
-    replicas have to be equal, and NaN and infinite values are counted for each tensor. Files of
-    native checkpoints, torch.save and torch.distributed.checkpoint have checksums; those of
-    safetensors do not: ``num_without_checksum`` counts the tensors whose values could have changed
-    unnoticed. Damage that prevents opening the checkpoint is reported as a problem; the files of a
+    checkpoint says and inside its directory. Checksums are compared, copies by replicas have to be
+    equal, and NaN and infinite values are counted. Native checkpoints, torch.save and
+    torch.distributed.checkpoint have checksums; safetensors files do not: their values could have
+    changed unnoticed. Damage that prevents opening the checkpoint is a problem, too; the files of a
     native one are still compared.
 
     Args:
-        path: a file or a directory; its format is recognised.
+        path: as for ``inspect``.
         quick: read no values and compare no checksums, which takes seconds.
         finite: values that are NaN or infinite are a problem.
         shapes: as for ``inspect``.
@@ -106,10 +105,10 @@ def verify(
         progress: show bytes and rate on stderr.
 
     Returns:
-        ``path``, ``kind``, ``tensors`` (each with ``path``, ``dtype``, ``shape``, ``num_nan`` and
-        ``num_inf``), ``problems``, ``num_checksums``, ``num_without_checksum``, ``nbytes``,
-        ``left_out`` and ``is_intact``. A problem has ``kind`` ("coverage",
-        "checksum", "file", "copies", "optimizer" or "not finite"), ``where`` and ``what``.
+        ``path``, ``kind`` (the format), ``tensors`` (each with ``path``, ``dtype``, ``shape``,
+        ``num_nan`` and ``num_inf``), ``problems`` (each with ``kind``, ``where`` and ``what``),
+        ``num_checksums``, ``num_without_checksum`` (tensors), ``nbytes``, ``left_out`` and
+        ``is_intact``.
 
     Raises:
         CheckpointError: there is no checkpoint, or it holds objects of a class that is not in
@@ -119,20 +118,20 @@ def verify(
     require_arguments(_CALL, progress, path=path)
     if finite and quick:
         raise unusable("finite", "False with quick: no values are read", finite, _CALL)
-    problems: tuple[Problem, ...] = ()
+    opening: list[Problem] = []
     try:
         archive = open_archive(path, shapes, ignore_class, keep_module, progress)
     except NotRead:
         raise
     except CheckpointError as error:
         title = str(error).partition("\n")[0].rstrip(".")
-        problems = (Problem("file", Path(path).name, f"{title}: {_line(error)}"),)
+        opening = [Problem("file", Path(path).name, f"{title}: {_line(error)}")]
         archive = Archive(Path(path), "not known: it cannot be opened", {})
         if native := native_in(archive.path):
             with contextlib.suppress(CheckpointError):
                 archive = files_of_native(native)
     found = _Verifier(archive, not quick, finite).run(progress)
-    return dataclasses.replace(found, problems=found.problems or problems)
+    return dataclasses.replace(found, problems=found.problems or tuple(opening))
 
 
 class _Verifier:
@@ -145,67 +144,59 @@ class _Verifier:
         self._tensors: list[tuple[str, StoredTensor]] = []
         self._bare: set[str] = set()  # tensors with values that have no checksum
         self._records: dict[Any, list[str]] = {}  # with a checksum: the tensors in each
-        self._problems: list[Problem] = []  # that are seen without reading values
 
     def run(self, progress: bool) -> Verification:
-        archive, checksums = self._archive, self._archive.checksums
         with self._files:
-            self._look_at_files()
-            self._look_for_values()
-            unusable = {problem.where for problem in self._problems}
+            problems = [*self._problems_of_files(), *self._problems_of_places()]
+            unusable = {problem.where for problem in problems}
             compared: list[tuple[Path, Any]] = [
                 item
-                for item in (*checksums.items(), *self._records)
+                for item in (*self._archive.checksums.items(), *self._records)
                 if self._values and self._name(item[0]) not in unusable
             ]
             items = [*compared, *self._tensors]
             results = for_each(
                 items,
-                self._look_at,
+                lambda item, tick: [*self._look_at(item, tick)],
                 what="verify",
                 total_nbytes=sum(what.nbytes for _, what in items),
                 progress=progress and self._values,
             )
+        found = [each for result in results for each in result]
         return Verification(
-            path=archive.path,
-            kind=archive.kind,
-            tensors=tuple(result for result, _ in results if result is not None),
-            problems=(*self._problems, *(each for _, found in results for each in found)),
+            path=self._archive.path,
+            kind=self._archive.kind,
+            tensors=tuple(each for each in found if isinstance(each, TensorCheck)),
+            problems=(*problems, *(each for each in found if isinstance(each, Problem))),
             num_checksums=sum(
                 len(what.checksums) if isinstance(what, FileFacts) else 1 for _, what in compared
             ),
             num_without_checksum=len(self._bare),
-            nbytes=archive.nbytes,
-            left_out=tuple(archive.left_out),
+            nbytes=self._archive.nbytes,
+            left_out=tuple(self._archive.left_out),
         )
 
     def _name(self, file: Path) -> str:
         return relative_name(file, self._archive.path)
 
-    def _look_at_files(self) -> None:
-        """Note files that are missing or of another length."""
+    def _problems_of_files(self) -> Iterator[Problem]:
+        """Yield files that are missing, of another length, or outside of the directory."""
         for file, facts in sorted(self._archive.checksums.items(), key=lambda item: item[0]):
-            what = None
             try:
                 require_inside(self._archive.path, file)
-                with self._files.descriptor(file) as descriptor:
-                    nbytes = os.fstat(descriptor).st_size
-                if nbytes != facts.nbytes:
-                    what = f"{nbytes} bytes instead of {facts.nbytes}"
+                require_lengths(dataclasses.replace(self._archive, checksums={file: facts}))
             except (OSError, CheckpointError) as error:
-                what = _line(error)
-            if what is not None:
-                self._problems.append(Problem("file", self._name(file), what))
+                yield Problem("file", self._name(file), _line(error))
 
-    def _look_for_values(self) -> None:
-        """Find the spans of all tensors. Note those with a chunk that cannot be opened, and states
-        of no parameter."""
+    def _problems_of_places(self) -> Iterator[Problem]:
+        """Enter all tensors and their records. Yield those with a chunk that cannot be opened, and
+        states of no parameter."""
         for path, tensor in self._archive.all_tensors():
             pieces = [piece for piece in (*tensor.pieces, *tensor.copies) if piece.box.numel]
             try:
                 spans = [x for x in (piece.source for piece in pieces) if isinstance(x, Span)]
             except (CheckpointError, OSError) as error:
-                self._problems.append(Problem("file", path, _line(error)))
+                yield Problem("file", path, _line(error))
                 continue
             self._tensors.append((path, tensor))
             for span in spans:
@@ -213,55 +204,52 @@ class _Verifier:
                     self._records.setdefault((span.path, span.checksum), []).append(path)
                 elif span.path not in self._archive.checksums:
                     self._bare.add(path)
-        what = "no parameter of the model has this name"
-        strange = self._archive.strange_states
-        self._problems += [Problem("optimizer", name, what) for name in strange]
+        for name in self._archive.strange_states:
+            yield Problem("optimizer", name, "no parameter of the model has this name")
 
     # -- values
 
-    def _look_at(self, item: Any, tick: Tick) -> tuple[TensorCheck | None, list[Problem]]:
+    def _look_at(self, item: tuple[Any, Any], tick: Tick) -> Iterator[Facts]:
+        """Yield what is wrong with the blocks of a file, a record or a tensor, and its counts."""
         where, what = item
-        if isinstance(what, StoredTensor):
-            return self._of_tensor(where, what, tick)
         try:
-            if isinstance(what, FileFacts):
+            if isinstance(what, StoredTensor):
+                yield from self._look_at_tensor(where, what, tick)
+            elif isinstance(what, FileFacts):
                 self._blocks.check_blocks(where, range(len(what.checksums)), tick)
             else:
                 self._files.compare(where, what, tick)
         except (CheckpointError, OSError) as error:
             names = list(dict.fromkeys(self._records.get(item, ())))
             of = f", of {joined(names, 3, ', ')}" if names else ""
-            return None, [Problem("checksum", self._name(where), _line(error) + of)]
-        return None, []
+            yield Problem("checksum", self._name(where), _line(error) + of)
 
-    def _of_tensor(
-        self, path: str, tensor: StoredTensor, tick: Tick
-    ) -> tuple[TensorCheck, list[Problem]]:
-        num_nan: int | None = None
-        num_inf: int | None = None
-        problems = []
-        if (what := tensor.coverage_problem()) is not None:
-            problems.append(Problem("coverage", path, what))
+    def _look_at_tensor(self, path: str, tensor: StoredTensor, tick: Tick) -> Iterator[Facts]:
+        counts: list[int | None] = [None, None]
+        what = tensor.coverage_problem()
+        if what is not None:
+            yield Problem("coverage", path, what)
         elif self._values:
             numel = AT_ONCE_NBYTES // tensor.dtype.itemsize
             try:
                 found = [count_not_finite(x) for x in values_of(tensor, self._files, numel, tick)]
-                num_nan, num_inf = (sum(each[at] for each in found) for at in (0, 1))
-                problems += [Problem("copies", path, text) for text in self._copies(tensor, tick)]
+                counts = [sum(each[at] for each in found) for at in (0, 1)]
+                for text in self._copies(tensor, numel, tick):
+                    yield Problem("copies", path, text)
             except (CheckpointError, OSError) as error:
-                problems.append(Problem("file", path, _line(error)))
-        if self._finite and (num_nan or num_inf):
-            problems.append(Problem("not finite", path, f"{num_nan} NaN, {num_inf} infinite"))
-        return TensorCheck(path, tensor.dtype, tensor.shape, num_nan, num_inf), problems
+                yield Problem("file", path, _line(error))
+        if self._finite and any(counts):
+            yield Problem("not finite", path, f"{counts[0]} NaN, {counts[1]} infinite")
+        yield TensorCheck(path, tensor.dtype, tensor.shape, *counts)
 
-    def _copies(self, tensor: StoredTensor, tick: Tick) -> Iterator[str]:
+    def _copies(self, tensor: StoredTensor, numel: int, tick: Tick) -> Iterator[str]:
         """Yield which copies differ from the pieces, and in how many elements."""
         for copy in tensor.copies:
             alone = dataclasses.replace(tensor, pieces=(copy,), copies=())
             num_different = 0
             for box in copy.box.cut(AT_ONCE_NBYTES // tensor.dtype.itemsize):
-                values = [read_box(side, box, self._files) for side in (tensor, alone)]
-                num_different += count_unequal(*values)
+                one, other = (read_box(side, box, self._files) for side in (tensor, alone))
+                num_different += count_unequal(one, other)
                 tick(0)
             if num_different:
                 where = "a copy" if copy.holder is None else f"the copy of rank {copy.holder}"

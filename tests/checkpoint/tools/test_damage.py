@@ -122,7 +122,7 @@ def test_damage_of_a_native_checkpoint_is_1_and_every_damaged_file_is_named(tmp_
     for values in (True, False):
         problems = {each.where: each for each in verify(path, quick=not values).problems}
         assert "links that stay in the directory" in problems[three.name].what
-        said = f"{len(content) - 1} bytes instead of {len(content)}"
+        said = f"{len(content) - 1} bytes instead of {len(content)} bytes"
         assert (problems[one.name].kind, problems[one.name].what) == ("file", said)
     one.unlink()
     (missing,) = [each for each in verify(path).problems if each.where == one.name]

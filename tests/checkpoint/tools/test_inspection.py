@@ -65,14 +65,15 @@ def test_other_formats_are_found_by_what_they_hold_and_numbered_by_their_names(
     made = [(each.path.name, each.step) for each in list_checkpoints(tmp_path).checkpoints]
     assert made == [("best.pt", None), ("torn.pt", None), ("epoch_9.pt", 9), ("epoch_10.pt", 10)]
     assert list_checkpoints(tmp_path).latest == tmp_path / "epoch_10.pt"
-    assert run("inspect", tmp_path).stdout.splitlines()[-1].startswith("epoch_10.pt")
+    assert run("inspect", tmp_path).stdout.splitlines()[-1].endswith("epoch_10.pt")
 
 
 def test_a_folder_is_listed_or_said_to_hold_nothing(runs: Path, tmp_path: Path) -> None:
-    head, first, *others = run("inspect", runs).stdout.splitlines()
-    assert head.split() == ["checkpoint", "step", "format", "ranks", "size", "complete"]
-    assert first.startswith("step-00000001") and first.endswith("yes, latest")
-    assert len(others) == 3 and all(" no: " in line for line in others)
+    head, first, *others, _, latest = run("inspect", runs).stdout.splitlines()
+    assert head.split() == ["path", "step", "kind", "world_size", "nbytes", "problem"]
+    assert "step-00000001" in first and first.endswith(" -")
+    assert len(others) == 3 and not any(line.endswith(" -") for line in others)
+    assert latest.startswith("latest ") and latest.endswith("step-00000001")
     content = json.loads(run("inspect", runs, "--json").stdout)
     assert list(content) == ["path", "checkpoints", "latest"]
     assert list(content["checkpoints"][0]) == [
