@@ -55,12 +55,12 @@ for _fd, _name in enumerate(_files):
     os.dup2(os.open(_name, os.O_RDWR | os.O_CREAT | os.O_TRUNC), _fd)
 sys.argv[1:] = _argument
 os.environ.update(_environment)
-_status = 1
 try:
     exec(compile(_source, "<program>", "exec"))
     _status = 0
-except SystemExit as _exit:
-    _status = _exit.code if isinstance(_exit.code, int) else int(bool(_exit.code))
+except BaseException as _error:
+    _code = getattr(_error, "code", 1)  # of SystemExit
+    _status = _code if isinstance(_code, int) else int(bool(_code))
     raise
 """
 
