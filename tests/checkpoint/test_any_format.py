@@ -268,8 +268,6 @@ def test_dicts_and_files_agree_on_which_states_are_cut(tmp_path: Path) -> None:
     run_ranks(2, _fitted, tmp_path)
 
 
-# -- copies of one checkpoint, and files that change
-
 FORMATS = ("whole.pt", "dcp", "weights", "native")
 
 
@@ -376,9 +374,6 @@ def test_a_file_that_was_replaced_after_it_was_opened_is_refused(tmp_path: Path)
     _save_all(tmp_path / "first")
     _save_all(tmp_path / "newer", 1.01)
     run_ranks(1, _replaced, tmp_path)
-
-
-# -- what modules save in their own way
 
 
 class Recorder(nn.Linear):

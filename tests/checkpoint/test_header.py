@@ -98,9 +98,6 @@ def test_names_that_cannot_be_in_a_file_are_refused(names: list[str]) -> None:
         encode_header([(name, torch.float32, (2,)) for name in names], {"format": "pt"})
 
 
-# -- what is not a safetensors file
-
-
 def file_of(described: Any, nbytes: int = 8, length: int | None = None) -> bytes:
     text = described if isinstance(described, bytes) else json.dumps(described).encode()
     return struct.pack("<Q", len(text) if length is None else length) + text + bytes(nbytes)

@@ -60,8 +60,6 @@ def test_a_rank_that_is_interrupted_in_a_save_does_not_leave_others_waiting(tmp_
     assert checkpoint.load(tmp_path / "step-00000001", model).extra is None
 
 
-# -- the end of a program
-
 PROGRAM = """
 import datetime, os, resource, select, signal, sys
 import torch, torch.distributed as dist

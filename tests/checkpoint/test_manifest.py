@@ -107,8 +107,6 @@ def with_value(manifest: Manifest, path: str, value: Any) -> str:
     return manifest_of(json.dumps(content, indent=1))
 
 
-# -- what is noticed
-
 TEXT = example().as_text().encode()
 
 
@@ -217,6 +215,3 @@ def test_content_that_is_not_a_manifest_is_noticed_even_if_the_checksum_fits(
 ) -> None:
     (tmp_path / MANIFEST).write_text(manifest_of(content))
     assert_refused(tmp_path)
-
-
-# -- how large it is

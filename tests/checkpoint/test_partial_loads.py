@@ -152,8 +152,6 @@ def test_a_load_that_is_not_strict_takes_what_fits_and_reports_the_rest(tmp_path
     _load_bodies(tmp_path, _save_bodies(tmp_path))
 
 
-# -- settings of parameter groups
-
 is_weight, is_bias = re.compile(r".*weight$").match, re.compile(r".*bias$").match
 DECAY = {"lr": 0.1, "weight_decay": 0.3, "betas": (0.8, 0.9), "label": "decay"}
 REST = {"lr": 0.2, "weight_decay": 0.0, "betas": (0.7, 0.9), "label": "rest"}
@@ -314,9 +312,6 @@ def test_the_state_of_an_optimizer_of_another_kind_is_refused(tmp_path: Path) ->
 def test_settings_follow_their_parameters_into_other_groups_or_are_refused(tmp_path: Path) -> None:
     _save_groups(tmp_path)
     _load_groups(tmp_path)
-
-
-# -- parameters in one place, buffers or unmanaged parameters in another
 
 
 class Mixed(nn.Module):

@@ -30,9 +30,6 @@ STRATEGIES = [
 ]
 
 
-# -- a backend's own collectives
-
-
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
@@ -50,9 +47,6 @@ def test_training_matches_unsharded(ranks: int, options: dict[str, Any]) -> None
         pair.step(as_a_user=True)
         assert pair.model.clip_grad_norm_(1.0) == 0  # the gradients were cleared
     assert sent == [], "nothing from rank to rank"
-
-
-# -- groups in Python
 
 
 class Lists(dist.ProcessGroup):

@@ -188,9 +188,6 @@ def test_an_impossible_setting_in_the_environment_is_refused(name: str) -> None:
         assert f"{name} is " in str(caught.value) and repr(text) in str(caught.value)
 
 
-# -- the thread
-
-
 def threads() -> list[threading.Thread]:
     name = "fsdp_compat deadlock detection"
     return [thread for thread in threading.enumerate() if thread.name == name]

@@ -39,9 +39,6 @@ def default_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-# -- cost
-
-
 @on_ranks(2)
 def test_calls_and_refusals_do_not_grow_the_store() -> None:
     model, sizes = make(), []
@@ -69,9 +66,6 @@ def test_a_call_of_a_larger_group_includes_the_smaller_ones() -> None:
         state_dict(inner)
     own = [("state_dict()", (0, 1))] if rank < 2 else []
     assert found == [("state_dict()", (0, 1, 2)), *own]
-
-
-# -- refusals
 
 
 @on_ranks(3)

@@ -9,8 +9,6 @@ import torch
 
 from fsdp_compat._engine import hooks
 
-# -- inputs of calls on devices with streams
-
 
 class Call:
     def __init__(self) -> None:

@@ -192,9 +192,6 @@ def test_all_reduces_over_replicas_run_beside_backward(strategy: ShardingStrateg
     assert log[log.index("backward 2") :] == words(REPLICAS[strategy])
 
 
-# -- which unit is prefetched
-
-
 class Letters(nn.Module):
     """Runs the layers that a text names."""
 

@@ -52,9 +52,6 @@ def test_a_signal_is_recorded_once_and_its_handler_restored() -> None:
     assert signal.getsignal(number) is before
 
 
-# --- training, in the rank processes that the tests share -----------------------------------------
-
-
 def _train(arguments: list[str]) -> int:
     """Train without the plot, which is a test of its own."""
     with mock.patch.object(train_gpt, "plot"):
@@ -170,9 +167,6 @@ def test_a_signal_to_one_rank_stops_and_saves_on_all(
     assert [path.name for path in run.iterdir()] == ["step-00000003"]
     resumed = trained(3, tmp_path, "--steps", "5", "--checkpoint-dir", str(run), "--resume")
     assert_same_curve(resumed["train"], one_process["train"][:5])
-
-
-# --- whole programs -------------------------------------------------------------------------------
 
 
 def _python_alone(folder: Path, arguments: list[str]) -> tuple[Any, str]:

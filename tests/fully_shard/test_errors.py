@@ -61,9 +61,6 @@ def _snapshot(model: nn.Module) -> list[Any]:
     return found
 
 
-# -- arguments
-
-
 def _bad_arguments() -> Iterator[Case]:
     """Every call is collective, with the same wrong argument on all ranks."""
     shard = api.fully_shard
@@ -139,9 +136,6 @@ def test_states_of_whole_parameters_are_refused_by_name_of_what_cuts_them() -> N
     advice = "optim_state_dict_to_load" if api.name == "ours" else ""
     with pytest.raises(RuntimeError, match=advice):
         optimizers[1].step()
-
-
-# -- moments
 
 
 def _bad_calls(pair: Pair) -> Iterator[Case]:

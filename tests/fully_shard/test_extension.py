@@ -180,9 +180,6 @@ def _sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for p in parameters if p.requires_grad], 0.05, foreach=False)
 
 
-# -- methods of the local tensors of sharded parameters
-
-
 def _before(self: Tensor, mesh: Any, outer_size: Any, *more: Any, pads: bool = True) -> Any:
     """Send bf16, padded to the rows of the first rank."""
     padding = -(-outer_size[0] // mesh.size()) - len(self) if pads else 0

@@ -268,9 +268,6 @@ def test_training(case: Case, tmp_path: Path) -> None:
     assert waits <= fewest or (case == WAITS_MORE and waits == fewest + NUM_STEPS - WARM_UP)
 
 
-# -- what the recorder finds
-
-
 def races(act: Callable[[], object]) -> list[str]:
     with fakecuda.watching() as recording:
         act()
@@ -322,9 +319,6 @@ def test_planted_races_of_collectives_and_copies_are_found() -> None:
     assert len(races(lambda: reduce(False))) == 1 and races(lambda: reduce(True)) == []
     later = [race.rpartition("aten::")[2].split()[0] for race in races(copy)]
     assert later == ["zero_", "sum"]
-
-
-# -- streams
 
 
 class NotedPriority:

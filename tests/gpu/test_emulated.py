@@ -47,9 +47,6 @@ def pinned(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, pin_memory=True)
 
 
-# -- values
-
-
 @on_the_device
 def test_memory_that_was_freed_is_not_read(emulated_device: str) -> None:
     x = new(8)
@@ -58,9 +55,6 @@ def test_memory_that_was_freed_is_not_read(emulated_device: str) -> None:
         x + 1
     x.untyped_storage().resize_(32)
     assert x.isnan().all()
-
-
-# -- what is recorded
 
 
 @on_the_device

@@ -67,8 +67,6 @@ def test_a_box_is_cut_into_contiguous_parts_of_limited_size(
     assert found == values.flatten().tolist()
 
 
-# -- pieces
-
 GRID = [
     Piece((5, 4), (row, 2 * column), (3 if row == 0 else 2, 2))
     for row, column in [(0, 0), (0, 1), (3, 0), (3, 1)]

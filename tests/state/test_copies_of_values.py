@@ -146,8 +146,6 @@ def test_copies_do_not_change_with_training_and_load_again(
         assert_loads({"model": live["model"]}, now, config, "the views have followed")
 
 
-# --- files that are read without running code -----------------------------------------------------
-
 READ = """
 import dataclasses, json, sys, types
 import torch
@@ -187,9 +185,6 @@ def test_a_fresh_process_reads_files_with_weights_only(tmp_path: Path) -> None:
     expected = run_ranks(2, _write_files, str(tmp_path))
     done = python("-c", READ, *(tmp_path / f"{rank}.pt" for rank in range(2)))
     assert json.loads(done.stdout.splitlines()[-1]) == expected
-
-
-# --- local shards replaced by user code ------------------------------------------------------
 
 
 def replace_shards(state: State, change: Callable[[Tensor], Tensor]) -> State:

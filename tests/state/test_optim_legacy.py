@@ -91,9 +91,6 @@ def test_numbers_follow_the_optimizer_input() -> None:
             refused(UsageError, name, *args)
 
 
-# --- keys -----------------------------------------------------------------------------------------
-
-
 def rekeyed(state: Any, kind: Any, *args: Any, **kwargs: Any) -> Any:
     return called(REKEY, state, kind, *args, **kwargs)
 
@@ -122,6 +119,3 @@ def test_a_dict_is_rekeyed_for_a_model_of_flat_parameters() -> None:
     assert_same(load_into_new(model, "AdamW", raw), full["state"])
     of_ddp = rekeyed_as(full, {name: f"module.{name}" for name in names})
     assert_same(load_into_new(model, "AdamW", of_ddp), full["state"])
-
-
-# --- refused --------------------------------------------------------------------------------------

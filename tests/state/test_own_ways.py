@@ -243,9 +243,6 @@ def test_a_checkpoint_of_such_a_model_loads_into_it(front_end: str, tmp_path: Pa
         assert_equal(other.state_dict(), expected, name)
 
 
-# -- loading
-
-
 class Migrates(Body):
     _version = 2
 

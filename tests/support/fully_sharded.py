@@ -57,9 +57,6 @@ api = {"ours": OURS, "torch": TORCH}[os.environ.get("FSDP_COMPAT_TEST_FULLY_SHAR
 TORCH_TAKES_INTEGERS = torch.__version__ >= "2.13"
 
 
-# -- models
-
-
 def shard_all(
     model: nn.Module,
     classes: Collection[type[nn.Module]] = (Block,),
@@ -184,8 +181,6 @@ def whole_states(
     }
     return {name: whole(value) for name, value in model.state_dict().items()}, state
 
-
-# -- a user's own collectives, which note what they are given
 
 # torch 2.13 has renamed both
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

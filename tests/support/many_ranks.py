@@ -228,9 +228,6 @@ def _ranks(store: Any, number: int, count: int) -> Ranks:
 CALLS = meet, late, refused, exchange
 
 
-# -- what ranks of a real model tell each other, one rank at a time: in a process of its own
-
-
 def plans(ranks: int, numbers: list[int], folder: Path) -> dict[str, list[str]]:
     """What ranks of a world of ``ranks`` tell the others in a save, by front end."""
     code = f"from tests.support import many_ranks; print(many_ranks.told({ranks}, {numbers}))"

@@ -27,9 +27,6 @@ def num_mapped() -> int:
     return peers._num_mapped
 
 
-# -- what keeps rank 1 from mapping shards
-
-
 @contextlib.contextmanager
 def no_more(limit: int) -> Iterator[None]:
     """The system gives rank 1 no more descriptors, or too little address space for a chunk of
@@ -59,9 +56,6 @@ def low_address_space() -> Iterator[None]:
 def no_list_of_pages() -> contextlib.AbstractContextManager[None]:
     """Writes cannot be found, on any rank."""
     return mock.patch.object(peers, "PAGEMAP", "/proc/self/no such file")
-
-
-# -- forks
 
 
 def fork_and_end() -> None:

@@ -120,9 +120,6 @@ class NeedsClosure(torch.optim.SGD):
         raise ValueError("no closure")
 
 
-# -- states
-
-
 def full_state(model: nn.Module, optimizer: Any, **options: Any) -> dict[str, Any]:
     with FSDP.state_dict_type(model, FULL, None, FullOptimStateDictConfig(**options)):
         return FSDP.optim_state_dict(model, optimizer)
@@ -175,9 +172,6 @@ def torchs_full(model: Any, optimizer: Any, state: Any = None) -> Any:
     the CPU."""
     with TorchFSDP.state_dict_type(model, *TORCHS_FULL):
         return TorchFSDP.optim_state_dict(model, optimizer, state)
-
-
-# -- what is sent, and what memory is shared
 
 
 def num_sent(model: nn.Module, clear: bool = False) -> int:

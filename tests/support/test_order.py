@@ -48,9 +48,6 @@ def pairs(*program: Happening) -> list[tuple[str, int, str, int]]:
     ]
 
 
-# -- allocations
-
-
 def test_freed_memory_is_used_again_by_the_stream_that_allocated_it() -> None:
     used = [Allocate(A, ALL), write(A), *order_by_event(A, B, 1), read(B)]
     again = Allocate(A, (100, 110))  # any later block may be cut from the freed one
@@ -63,9 +60,6 @@ def test_freed_memory_is_used_again_by_the_stream_that_allocated_it() -> None:
 
 def test_memory_that_went_back_to_the_system_has_no_history() -> None:
     assert pairs(write(A), Forget(ALL), write(B)) == []
-
-
-# -- any program, beside a checker that is slow and simple
 
 
 RANGES = st.tuples(st.integers(0, 6), st.integers(1, 3)).map(lambda r: (r[0], r[0] + r[1]))

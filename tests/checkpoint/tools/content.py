@@ -85,9 +85,6 @@ def assert_reference(path: Path, expected: dict[str, Any], has_optimizer: bool =
     return content
 
 
-# -- files made by hand
-
-
 def save_pickle(path: Path, data: bytes) -> Path:
     """Write a torch.save file whose values are any pickle."""
     with zipfile.ZipFile(path, "w") as file:
@@ -138,8 +135,6 @@ def part_of(whole: Tensor, sizes: Sequence[int], rank: int, placements: Sequence
         local.clone(memory_format=torch.contiguous_format), whole.shape, sizes, rank, placements
     )
 
-
-# -- cuts
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 Grid = tuple[tuple[int, ...], list[Box]]

@@ -19,8 +19,6 @@ from fsdp_compat.errors import CheckpointError
 from tests.checkpoint.tools.content import assert_model, assert_reference
 from tests.support.checkpoints import reference, save_dcp
 
-# -- Accelerate and the Trainer
-
 
 def test_several_models_of_accelerate_keep_their_number(tmp_path: Path) -> None:
     one, two = ({"w": torch.full((2,), float(number))} for number in (1, 2))

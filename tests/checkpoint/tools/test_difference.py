@@ -78,9 +78,6 @@ def test_values_of_different_dtypes_are_compared_as_numbers() -> None:
     assert distance(packed, other) == (1, INF, INF), "bytes are all there is"
 
 
-# -- of checkpoints
-
-
 def test_what_is_different_is_listed_with_the_largest_distance_first(tmp_path: Path) -> None:
     same = {"same": torch.tensor([NAN, 1.0]), "empty": torch.zeros(0, 3), "one": torch.tensor(True)}
     long = torch.zeros(400_000)

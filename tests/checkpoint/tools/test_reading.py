@@ -110,9 +110,6 @@ def test_links_of_the_hubs_cache_are_followed(tmp_path: Path) -> None:
         inspect(tmp_path / "elsewhere/1")
 
 
-# -- threads
-
-
 CALLS: dict[str, Callable[[Path, Path], object]] = {
     "native": lambda path, target: convert(path, target, to="native", world_size=2),
     "dcp": lambda path, target: convert(path, target, to="dcp", world_size=2),

@@ -66,9 +66,6 @@ def test_tensors_with_attributes_without_values_and_of_one_storage_are_read(tmp_
     assert content.facts.values["extra/meta"].endswith("ithout values>")
 
 
-# -- writing
-
-
 @pytest.mark.parametrize("has_optimizer", [False, True])
 def test_written_files_are_loaded_by_torch_without_code(
     tmp_path: Path, has_optimizer: bool

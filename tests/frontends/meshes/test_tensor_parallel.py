@@ -152,8 +152,6 @@ def mean_square(model: nn.Module, x: Tensor) -> Tensor:
     return backward(model(x).pow(2).mean())
 
 
-# -- training, clipping and whole values
-
 CASES: dict[Plan, list[dict[str, Any]]] = {
     blocks_only: [
         {"shape": (1, 4), "dtype": torch.float32},
@@ -226,9 +224,6 @@ def test_two_dimensions_train_clip_and_show_parameters_as_unsharded(
         for part in parts:
             with about((options, part.__name__)):
                 part(pair)
-
-
-# -- states
 
 
 @pytest.mark.parametrize("plan", [blocks_only, whole_sequence])

@@ -42,9 +42,6 @@ def batch() -> Tensor:
 in_every_way = pytest.mark.parametrize("environment", WAYS, ids=["mapped", "copied", "messages"])
 
 
-# -- to unsharded parameters
-
-
 def by_data(weight: Tensor) -> None:
     weight.data[0, 0] = 3.0
 
@@ -91,8 +88,6 @@ def _writes(model: FSDP, layer: Any, write: Callable[[Tensor], None]) -> list[bo
         handle.remove()
     return [*seen[:3], any(bool((parameter == 3.0).any()) for parameter in model.parameters())]
 
-
-# -- to sharded parameters
 
 IN_PLACE = "modified by an inplace operation"
 CHANGED = "changed between forward and backward"

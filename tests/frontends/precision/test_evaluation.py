@@ -161,8 +161,6 @@ def test_each_unit_computes_in_the_precision_of_its_own_mode(
         pair.optim.zero_grad()
 
 
-# -- buffers, and modules that compute in float32
-
 LINEAR = partial(nn.Linear, DIM, DIM)
 
 

@@ -77,9 +77,6 @@ def test_a_unit_that_no_rank_uses_has_no_gradient(use_orig_params: bool) -> None
         pair.step(partial(_uses, uses))
 
 
-# -- not allowed
-
-
 def _fails(build: Callable[[], nn.Module], step: Any, **options: Any) -> str:
     return prompt_message_of(lambda: train(build, step=step, **options))
 

@@ -54,9 +54,6 @@ def empty_cache() -> Iterator[None]:
         torch._dynamo.reset()
 
 
-# -- ways to compile a model, before or after it is wrapped
-
-
 def _unchanged(model: Any, **options: Any) -> Any:
     return model
 

@@ -92,9 +92,6 @@ def test_wherever_activations_are_recomputed_training_equals_unsharded(
             train(*case(reentrant), cpu_offload=offload, **options)
 
 
-# -- selective checkpoints, which save what a policy says
-
-
 def _selective(policy: Any) -> dict[str, Any]:
     return {"context_fn": partial(create_selective_checkpoint_contexts, policy)}
 
@@ -134,6 +131,3 @@ def test_a_checkpoint_saves_what_its_policy_says(
             step = partial(_counts_products, expected, around)
             with about((policy, recomputed)):
                 train(build, step=step, **options)
-
-
-# -- mixed precision

@@ -73,9 +73,6 @@ def test_units_inside_of_units_and_replicas_train_as_unsharded(
         assert torch.equal(value, first)
 
 
-# -- kinds of modules and parameters
-
-
 def _many_dtypes(m: Any, x: Tensor) -> Tensor:
     """The gradient of ``low`` is small: the unsharded copy adds it up in bfloat16."""
     return m.block(x) + 0.01 * m.codes.float().mean() + 0.001 * m.low.float().mean()
@@ -175,6 +172,3 @@ def test_modules_and_parameters_of_every_kind_train_as_unsharded(
             sharding_strategy=strategy,
             use_orig_params=use_orig_params,
         )
-
-
-# -- a forward of an instance

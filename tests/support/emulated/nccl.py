@@ -133,9 +133,6 @@ def _kernel(
         _recording.kernel(name, reads, writes, run)
 
 
-# -- collectives
-
-
 class _Work:
     """A collective in flight. keep: its tensors live until the wait."""
 
@@ -233,9 +230,6 @@ def _replace(name: str, method: Callable[..., _Work]) -> None:
         return original(group, tensors, *arguments, **options)
 
     setattr(dist.ProcessGroup, name, call)
-
-
-# -- the device
 
 
 def _device() -> torch.device:
