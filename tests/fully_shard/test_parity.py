@@ -33,13 +33,13 @@ if torch.__version__ >= "2.15":  # it rounds each gradient to bfloat16 before it
 REDUCED_BY_PARTS = Case(FULLY_SHARD, "HYBRID_SHARD", backwards="rrs")
 
 
-@settings(derandomize=True, max_examples=at_most(8, of_all=100))
+@settings(derandomize=True, max_examples=at_most(5, of_all=100))
 @given(cases(EXACT | TWO_RANKS))
 def test_two_ranks_train_as_the_unsharded_model(case: Case) -> None:
     run_ranks(2, trains, case)
 
 
-@settings(derandomize=True, max_examples=at_most(5, of_all=100))
+@settings(derandomize=True, max_examples=at_most(4, of_all=100))
 @given(cases(EXACT))
 @example(REDUCED_BY_PARTS)
 def test_four_ranks_train_as_the_unsharded_model(case: Case) -> None:
@@ -57,13 +57,13 @@ def _compare(case: Case, tolerance: float | None) -> None:
         assert value is None or other is None or value.dtype == other.dtype, name
 
 
-@settings(derandomize=True, max_examples=at_most(10, of_all=200))
+@settings(derandomize=True, max_examples=at_most(6, of_all=200))
 @given(cases(BESIDE_TORCH | TWO_RANKS))
 def test_two_ranks_are_bit_equal_to_torch(case: Case) -> None:
     run_ranks(2, _compare, case, 0.0)
 
 
-@settings(derandomize=True, max_examples=at_most(3, of_all=100))
+@settings(derandomize=True, max_examples=at_most(2, of_all=100))
 @given(cases(BESIDE_TORCH | {"precision": ["fp32", "fp64"]}))
 @example(REDUCED_BY_PARTS)
 def test_four_ranks_are_within_rounding_of_torch(case: Case) -> None:

@@ -97,7 +97,7 @@ def _compare(case: Case) -> None:
 
 
 @pytest.mark.slow
-@settings(derandomize=True, max_examples=at_most(10, of_all=100))
+@settings(derandomize=True, max_examples=at_most(7, of_all=100))
 @given(cases(BESIDE_TORCH).map(_comparable))
 def test_any_settings_train_bit_equal_to_torch(case: Case) -> None:
     run_ranks(2, _compare, case)
