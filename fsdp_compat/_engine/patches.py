@@ -111,6 +111,8 @@ def variables_of(
         is_own = module.partition(".")[0] == package
         if issubclass(type(its), types.ModuleType) and not is_own and where(module):
             for namespace in _namespaces(module, its):
+                if wanted.keys().isdisjoint(map(id, [*namespace.values()])):
+                    continue  # nearly always: all of these are thousands of modules
                 for name, value in list(namespace.items()):
                     if id(value) in wanted:
                         found.append(Variable(module, namespace, name, value))
