@@ -1,5 +1,6 @@
 """The public names of the package."""
 
+from fsdp_compat._features.description import Description, UnitDescription, describe
 from fsdp_compat._front_ends.fully_shard.fully_shard import fully_shard
 from fsdp_compat._front_ends.fully_shard.handles import UnshardHandle
 from fsdp_compat._front_ends.fully_shard.module import FSDPModule, share_comm_ctx
@@ -10,7 +11,6 @@ from fsdp_compat._front_ends.fully_shard.policies import (
     OffloadPolicy,
 )
 from fsdp_compat._plan import Plan, plan
-from fsdp_compat._state.description import Description, UnitDescription, describe
 from fsdp_compat.api import (
     BackwardPrefetch,
     CPUOffload,

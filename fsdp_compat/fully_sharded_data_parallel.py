@@ -19,6 +19,7 @@ from ._engine import hooks, rendezvous
 from ._engine.runtime import Runtime, run_as_forward, runtime_of
 from ._engine.state_store import FLAT_PARAM
 from ._engine.unit import Unit
+from ._features.description import describe_unit
 from ._front_ends.flat import calls, construction, conversion, copies
 from ._front_ends.flat.client_attributes import ClientAttributes
 from ._front_ends.flat.flat_unit import flat_units_in, is_wrapper, require_root
@@ -26,7 +27,6 @@ from ._front_ends.fully_shard.fully_shard import not_registrable, register_forwa
 from ._front_ends.fully_shard.module import FSDPModule
 from ._state import forms, model_loading, model_state
 from ._state import optim_calls as optim
-from ._state.description import describe_unit
 from ._state.optim_calls import OptimStateKeyType
 from ._state.units import FSDP_WRAPPED_MODULE, clean_name
 from ._stores.flat_store import FlatParameter

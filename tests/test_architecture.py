@@ -25,6 +25,7 @@ LAYERS = (
     ("fully_sharded_data_parallel", "optim", "sharded_grad_scaler"),
     ("checkpoint",),
     ("_front_ends",),
+    ("_features",),
     ("_torch_patches",),
     ("_state",),
     ("_archive",),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .._engine.dtypes import map_tensors, tensors_in
-from .._state.description import UnitDescription
+from .._features.description import UnitDescription
 from ..errors import UsageError
 from ..fully_sharded_data_parallel import FullyShardedDataParallel
 from . import simulation

@@ -14,7 +14,7 @@ from .._engine import events
 from .._engine.dtypes import tensors_in
 from .._engine.group import Group
 from .._engine.runtime import live_runtimes
-from .._state.description import UnitDescription, describe
+from .._features.description import UnitDescription, describe
 from . import simulation
 from .memory import LEFT_OUT, Memory, Sizes
 

@@ -20,10 +20,7 @@ from .._comm.agreement import agreeing
 from .._engine.group import Group
 from .._engine.state_store import store_of
 from .._text import joined
-from ..errors import (
-    CheckpointError,
-    UsageError,
-)
+from ..errors import CheckpointError, UsageError
 from .loaded_values import is_sharded, read_part
 from .optim_agreement import describe, global_rank, require_alike
 from .optim_contents import (

@@ -33,11 +33,7 @@ from .._state.optimizer_checks import cut_state
 from .._state.rank0 import Rank0Broadcast, common_mesh
 from .._state.sharded_values import BoxedTensor, copied
 from .._state.units import in_form, is_lazy, model_units_in, units_of, unmanaged_in
-from ..api import (
-    FullStateDictConfig,
-    ShardedStateDictConfig,
-    StateDictType,
-)
+from ..api import FullStateDictConfig, ShardedStateDictConfig, StateDictType
 from ..errors import CheckpointError, RuntimeUsageError, UsageError, wrong_type
 from .dcp_names import Names, flattened, names_in, unflattened
 

@@ -15,8 +15,8 @@ from ..._engine import hooks, rendezvous
 from ..._engine.group import Group
 from ..._engine.runtime import Runtime
 from ..._engine.unit import Unit, UnitOptions
+from ..._features.description import UnitFacts
 from ..._state import optimizer_checks
-from ..._state.description import UnitFacts
 from ..._state.units import ATTRIBUTE, FSDP_WRAPPED_MODULE, ModelUnit, clean_name, register
 from ..._stores.flat_store import FlatParameter, FlatStore
 from ...errors import StateError

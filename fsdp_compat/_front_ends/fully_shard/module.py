@@ -16,7 +16,7 @@ from ... import _torch_private
 from ..._engine.behavior import CustomReduceScatter
 from ..._engine.checks import refuse_meta
 from ..._engine.runtime import runtime_of
-from ..._state.description import describe_unit
+from ..._features.description import describe_unit
 from ..._state.model_loading import completed, is_on, not_loaded
 from ...errors import (
     AssertedStateError,

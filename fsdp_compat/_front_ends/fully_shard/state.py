@@ -25,8 +25,8 @@ from ..._engine.group import Group, PartialShard
 from ..._engine.runtime import Runtime
 from ..._engine.schedule import Prefetch, RuntimeOptions
 from ..._engine.unit import Residency, Unit, UnitOptions
+from ..._features.description import UnitFacts, stored_dtype
 from ..._state import optimizer_checks
-from ..._state.description import UnitFacts, stored_dtype
 from ..._state.units import ModelUnit, clean_name, default_form, register
 from ..._stores.extension import Context, ExtensionStore, has_extension
 from ..._stores.placement import DataMesh

@@ -13,15 +13,7 @@ from typing import Any
 
 import torch
 
-from ..._archive.archive import (
-    Archive,
-    Checksum,
-    Chunk,
-    Span,
-    StoredPiece,
-    StoredTensor,
-    is_user,
-)
+from ..._archive.archive import Archive, Checksum, Chunk, Span, StoredPiece, StoredTensor, is_user
 from ..._archive.blocks import changed_meanwhile
 from ..._archive.reader import Files, Read, read_all, reads_of, sample
 from ..._archive.walk import leaves, map_values

@@ -21,15 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..._archive.archive import (
-    Archive,
-    Chunk,
-    NotRead,
-    Span,
-    StoredPiece,
-    StoredTensor,
-    of_parts,
-)
+from ..._archive.archive import Archive, Chunk, NotRead, Span, StoredPiece, StoredTensor, of_parts
 from ..._archive.blocks import damaged, new_file, sync_directory
 from ..._archive.header import TensorInfo, is_quantized, read_header
 from ..._archive.reader import SLAB_NBYTES, Files, read_all, read_box

@@ -22,11 +22,7 @@ from .manifest import MANIFEST, file_name, read_manifest
 from .native import native_in, read_native
 from .paths import require_inside
 from .rank_files import TORCH_SUFFIXES, rank_groups, read_rank_files, read_torch_save
-from .safetensors_files import (
-    INDEX,
-    read_safetensors,
-    read_sharded_safetensors,
-)
+from .safetensors_files import INDEX, read_safetensors, read_sharded_safetensors
 from .torch_save import ReadOptions
 from .tree import divided, without_ddp
 

@@ -14,14 +14,7 @@ from typing import TypeVar
 
 import torch
 
-from ..._archive.archive import (
-    Archive,
-    Span,
-    StoredPiece,
-    StoredTensor,
-    in_one_piece,
-    of_parts,
-)
+from ..._archive.archive import Archive, Span, StoredPiece, StoredTensor, in_one_piece, of_parts
 from ..._archive.blocks import damaged
 from ..._archive.header import METADATA, TensorInfo, encode_header, is_known, read_header
 from ..._archive.reader import Files

@@ -16,14 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..._archive.archive import (
-    Archive,
-    Checksum,
-    Span,
-    StoredTensor,
-    in_one_piece,
-    is_user,
-)
+from ..._archive.archive import Archive, Checksum, Span, StoredTensor, in_one_piece, is_user
 from ..._archive.blocks import damaged, new_file, sync_directory
 from ..._archive.header import is_quantized
 from ..._archive.reader import Files

@@ -16,9 +16,9 @@ from .. import _torch_private
 from .._engine.dtypes import Precision
 from .._engine.module_view import is_marked
 from .._engine.state_store import StateStore
+from .._state.units import ATTRIBUTE, clean_name
 from .._text import count_of, dtype_text, joined, nbytes_text
 from ..errors import UsageError, require_module
-from .units import ATTRIBUTE, clean_name
 
 _NUM_NAMES = 8  # of tensors that are not sharded, in a line
 _TITLES = "unit|strategy|ranks|reshards|elements|bytes here|all-gather|dtypes"

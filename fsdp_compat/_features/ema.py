@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from .._engine.store import ParamStore
+from .._state.units import model_units_in, runtimes_of
 from ..errors import StateError, UsageError, require_module
-from .units import model_units_in, runtimes_of
 
 
 class EMA:

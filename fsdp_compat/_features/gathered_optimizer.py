@@ -19,12 +19,10 @@ from .._comm.transport import are_alike
 from .._engine import rendezvous
 from .._engine.group import Group
 from .._engine.state_store import store_of
-from ..errors import RuntimeUsageError, UsageError, require_module, takes, unusable, wrong_type
-from .dry_run import states_to_be
-from .elementwise import depends_on_others, small_shape
-from .grad_norms import require_reduced
-from .optim_agreement import gathered_along
-from .optim_contents import (
+from .._state.dry_run import states_to_be
+from .._state.elementwise import depends_on_others, small_shape
+from .._state.optim_agreement import gathered_along
+from .._state.optim_contents import (
     CompositeOptimizer,
     NumberedState,
     StateView,
@@ -35,9 +33,11 @@ from .optim_contents import (
     ownership_of,
     register_whole,
 )
-from .optim_export import ExportForm, Values, export_optim_state
-from .optim_import import import_optim_state
-from .units import NamedUnit, model_units_in, names_before, names_of, runtimes_of, units_of
+from .._state.optim_export import ExportForm, Values, export_optim_state
+from .._state.optim_import import import_optim_state
+from .._state.units import NamedUnit, model_units_in, names_before, names_of, runtimes_of, units_of
+from ..errors import RuntimeUsageError, UsageError, require_module, takes, unusable, wrong_type
+from .grad_norms import require_reduced
 from .whole_exchange import Exchange, Place, owners_of
 
 _WHAT = "GatheredOptimizer"

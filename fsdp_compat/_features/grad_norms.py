@@ -16,8 +16,8 @@ from .._engine.grad_norm import checked_norm_type, norm_over_ranks
 from .._engine.group import Group
 from .._engine.state_store import store_of
 from .._engine.tensor_parallel import TensorParallel
+from .._state.units import names_of, require_idle, units_of, unmanaged_in
 from ..errors import StateError, require_module
-from .units import names_of, require_idle, units_of, unmanaged_in
 
 _WHAT = "grad_norms"
 
