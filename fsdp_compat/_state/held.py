@@ -54,12 +54,18 @@ _NEUTRAL = (__name__.partition(".")[0], "torch.distributed.algorithms._checkpoin
 
 
 def _is_foreign(hooks: Mapping[int, Any]) -> bool:
-    owners = (getattr(hook, "hook", hook) for hook in hooks.values())  # torch wraps some
-    return not all(str(getattr(each, "__module__", "")).startswith(_NEUTRAL) for each in owners)
+    for hook in hooks.values():
+        owner = getattr(hook, "hook", hook)  # torch wraps some
+        if not str(getattr(owner, "__module__", "")).startswith(_NEUTRAL):
+            return True
+    return False
 
 
 def overrides(module: nn.Module, *names: str) -> bool:
     """True if a class of the module, or the module itself, has its own method of such a name."""
+    methods = operator.attrgetter(*names)
+    if module.__dict__.keys().isdisjoint(names) and methods(type(module)) == methods(nn.Module):
+        return False  # nearly always, and asked of every module
     kinds = [base for base in type(module).__mro__ if base is not nn.Module]
     places = [vars(kind) for kind in kinds if not kind.__module__.startswith(_NEUTRAL)]
     own = vars(module) if ATTRIBUTE not in vars(module) else {}  # torch patches whole models
@@ -84,8 +90,10 @@ def loads_in_own_way(module: nn.Module) -> bool:
 
 def units_with_say(model: nn.Module, has_say: Callable[[nn.Module], bool]) -> set[Unit]:
     """Return the units that are not summoned, and in which a module has a say."""
-    owners, named = owners_in(model), model.named_modules(remove_duplicate=False)
-    found = map(model_unit_of, {owners[path] for path, child in named if has_say(child)})
+    named = model.named_modules(remove_duplicate=False)
+    having = [path for path, child in named if has_say(child)]
+    owners = owners_in(model) if having else {}
+    found = map(model_unit_of, {owners[path] for path in having})
     return {each.unit for each in found if each is not None and not each.unit.summoned}
 
 
@@ -234,9 +242,17 @@ class HeldPart(Share):
 
     names: tuple[str, ...]  # of the tensor in the model
     dtype: torch.dtype
-    values: torch.Tensor  # 1-D: a view of the elements in place
-    group: Group | None = None  # None: it is of no unit, and whole
+    whole: torch.Tensor | None = None  # 1-D: the elements in place, if it is of no unit
+    group: Group | None = None
     number: int = 0  # its index in the group
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The elements in place, a 1-D view."""
+        if self.group is not None:
+            return store_of(self.group).local_part(self.number)
+        assert self.whole is not None
+        return self.whole
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -251,14 +267,15 @@ class HeldPart(Share):
             start += box.numel
 
 
-def share_of(group: Group, index: int) -> Share:
+def share_of(group: Group, index: int, section: Section | None = None) -> Share:
     """Return what this rank holds of a parameter of a unit: of all of it, or of this process's part
     of a DTensor; where fully_shard cuts another dim than the first, this rank has its own part."""
     store = store_of(group)
-    section, parallel = store.section_of(index), store.parallel[index]
+    section, parallel = section or store.section_of(index), store.parallel[index]
     number = index - section.first_param
     shape = section.layout.params[number].shape
-    whole_shape, offsets = store.local_shape(index), (0,) * len(shape)
+    whole_shape = shape if section.offsets is None else store.local_shape(index)
+    offsets = (0,) * len(shape)
     if parallel is not None:
         whole_shape, mesh, placements = parallel.shape, parallel.mesh, parallel.placements
         offsets = _torch_private.offsets_on_mesh(whole_shape, mesh, placements)
@@ -272,12 +289,13 @@ def held_params(group: Group, section: Section, prefixes: Sequence[str]) -> Iter
     """Yield this rank's part of every parameter of a section; it may be empty."""
     store = store_of(group)
     for index in section.params:
-        share, param = share_of(group, index), store.orig_params[index]
+        share, param = share_of(group, index, section), store.orig_params[index]
         names = dict.fromkeys(name for prefix in prefixes for name in names_of(param, prefix))
         yield HeldPart(
             *(share.piece, share.layout, share.index, share.rank),
-            *(tuple(names), store.dtype, store.local_part(index)),
-            *(group, index),
+            *(tuple(names), store.dtype),
+            group=group,
+            number=index,
         )
 
 

@@ -93,11 +93,12 @@ def unfit(value: Any, shape: tuple[int, ...] | None, dtype: torch.dtype | None) 
     """Say why a value does not fit a tensor of this shape and dtype (None: any), or None."""
     if not is_tensor(value):
         return f"a {type(value).__name__}"
-    if (wrong := misfit(value)) is not None:
+    sharded = is_sharded(value)
+    if sharded and (wrong := misfit(value)) is not None:
         return wrong
     if shape is not None and shape_of(value) != tuple(shape):
         return f"shape {shape_of(value)}"
-    is_plain = isinstance(value, torch.Tensor) and not is_sharded(value)
+    is_plain = isinstance(value, torch.Tensor) and not sharded
     if is_plain and (value.is_meta or value.layout is not torch.strided):
         return f"a tensor on the {value.device.type} device, {value.layout}, without values"
     if dtype is not None and dtype_of(value).is_complex and not dtype.is_complex:

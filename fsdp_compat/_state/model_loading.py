@@ -334,7 +334,8 @@ def _load_params(group: Group, taken: list[tuple[HeldPart, Any]], takes_parts: b
     for index, held in parts.items():
         value = values.pop(index)
         is_part = takes_parts and _is_part(value, held.part)
-        _write(held.values, value.detach() if is_part else read_part(value, cut_of(group, index)))
+        cut = cut_of(group, index, share=held)
+        _write(held.values, value.detach() if is_part else read_part(value, cut))
 
 
 def _write(target: torch.Tensor, run: torch.Tensor) -> None:
@@ -346,9 +347,10 @@ def _write(target: torch.Tensor, run: torch.Tensor) -> None:
 
 def _wrong_param(takes_parts: bool, held: HeldPart, key: str, value: Any) -> str:
     """Say why ``value`` cannot be loaded into a parameter; "" if it can."""
-    is_part = _is_part(value, held.part)
-    shape = (held.part.numel,) if is_part and takes_parts else held.shape
-    wrong = _wrong(key, value, shape, held.dtype)
+    wrong = _wrong(key, value, held.shape, held.dtype)
+    is_part = (takes_parts or bool(wrong)) and _is_part(value, held.part)
+    if is_part and takes_parts:
+        wrong = _wrong(key, value, (held.part.numel,), held.dtype)
     if is_part and wrong:
         advice = "to load that, set StateDictType.LOCAL_STATE_DICT"
         return f"{wrong}, which would be this rank's part: {advice}"

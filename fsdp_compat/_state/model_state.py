@@ -118,7 +118,7 @@ def _taken(
         own.unit.view.in_state_dict = False
     result.update(values if own.is_kept_here or not is_outer else {})
     described: dict[str, Any] = getattr(result, "_metadata", {})
-    for key in [key for key in described if f"{key}.".startswith(prefix)]:
+    for key in [key for key in described if f"{key}.".startswith(prefix)] if is_outer else ():
         described[clean_name(key)] = described[key]
     for hook in wrapper._state_dict_hooks.values():
         changed = hook(wrapper, result, prefix, {"version": wrapper._version})
@@ -140,14 +140,17 @@ def _finished(
     parts = {base + slot.name for slot in slots if slot.unit is own.unit and not own.unit.summoned}
     seen = {name: value for name, value in found.items() if name not in parts}
     values = dict(seen if wholes is None else _of_wholes(own, seen, base, wholes))
-    owners = {base + clean_name(path): owner for path, owner in owners_in(wrapper).items()}
+    owners = owners_in(wrapper) if values else {}
+    owners = {base + clean_name(path): owner for path, owner in owners.items()}
+    asks = own.wanted is not everything
     trains = {
-        base + slot.name: slot.value is not None and slot.value.requires_grad for slot in slots
+        base + slot.name: slot.value is not None and slot.value.requires_grad
+        for slot in (slots if asks else ())
     }
     to_cpu = getattr(own.form.state_dict_config, "offload_to_cpu", False)
     for name, value in list(values.items()):
         is_own = owners.get(name.rpartition(".")[0], wrapper) is wrapper
-        if is_own and own.wanted is not everything and not own.wanted(name, trains.get(name, True)):
+        if is_own and asks and not own.wanted(name, trains.get(name, True)):
             del values[name]
         elif to_cpu:
             values[name] = _on_cpu(value, as_copy=is_own and value is seen[name])
@@ -160,7 +163,8 @@ def _finished(
     if wholes is not None and not own.takes_parts:
         return values
     order = {key: position for position, key in enumerate(names_in_order(wrapper, base))}
-    return dict(sorted(values.items(), key=lambda entry: order.get(entry[0], len(order))))
+    last = len(order)
+    return dict(sorted(values.items(), key=lambda entry: order.get(entry[0], last)))
 
 
 def _of_wholes(
@@ -259,8 +263,9 @@ class _Gathered:
 
     def whole(self, index: int) -> torch.Tensor:
         """Return a parameter, a view of what was gathered where it can be."""
-        parallel, shape = self._store.parallel[index], self._store.local_shape(index)
+        parallel = self._store.parallel[index]
         if self._runs:  # of what every rank holds, the first rank's
+            shape = self._store.local_shape(index)
             value = torch.cat(self._runs[index])[: math.prod(shape)].view(shape)
         else:
             value = self._wholes[index]
@@ -293,11 +298,12 @@ def full_entries(own: ModelUnit, prefix: str) -> _Entries:
     """Yield copies of the whole tensors of a unit's parameters, one group gathered at a time;
     stand-ins on ranks that keep none. Collective."""
     device = torch.device("cpu") if own.form.state_dict_config.offload_to_cpu else None
+    is_kept = own.is_kept_here
     for names, gathered, index in _gathered(own.unit.groups, [prefix], own.wanted):
         # Other ranks of the parameter's own mesh may keep what this one does not.
-        value = gathered.copy(index, device) if own.is_kept_here else gathered.whole(index)
+        value = gathered.copy(index, device) if is_kept else gathered.whole(index)
         del gathered
-        yield names, value if own.is_kept_here else StandIn.of(value.shape, value.dtype)
+        yield names, value if is_kept else StandIn.of(value.shape, value.dtype)
         del value
 
 

@@ -193,12 +193,14 @@ def _cut_names(
 ) -> set[str]:
     """Return the parameters whose state ``key`` has one element per element."""
     shapes, is_uncut = dict[str, tuple[int, ...]](), set[str]()
+    groups = {held.group for held in ownership.held.values()}
+    wholes = {group: is_whole(group) for group in groups if group is not None}
     for name in values:
         param, index = ownership.by_name[name]
         group = ownership.held[param].group
         assert group is not None
         shapes[name] = store_of(group).shape(index)
-        is_uncut |= {name} if is_whole(group) else set()
+        is_uncut |= {name} if wholes[group] else set()
     found = {name: _shape(value) for name, value in values.items()}
     tensors = {name for name in values if found[name] is not None}
     alike = {name for name in tensors if found[name] == shapes[name]}

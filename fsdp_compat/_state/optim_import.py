@@ -35,6 +35,7 @@ from .optim_contents import (
 )
 from .optim_fit import (
     ONLY_NEW,
+    Cut,
     Entries,
     Fill,
     bring,
@@ -108,9 +109,8 @@ def import_optim_state(
         told = sender.send_object(plan and plan.outline(ownership), "the optimizer state dict")
         plan = plan if sender.is_here else told
     assert plan is not None
-    cut = per_element(ownership, plan.entries, ownership.where)
     entries = _with_parts(plan, ownership, sender)
-    states = bring(ownership, entries, cut, all_groups, _DictValues(sender))
+    states = bring(ownership, entries, plan.cut, all_groups, _DictValues(sender))
     keys: Mapping[nn.Parameter, Any] = ownership.numbers
     if is_named and optimizer is not None:  # it expects state of all its parameters
         keys, own = ownership.names, optimizer.state
@@ -167,13 +167,13 @@ class _Given:
     rank_local: Mapping[str, Sequence[RankState]]  # those of all ranks, by name
     groups: Sequence[Mapping[str, Any]] | None  # parameter groups, their params by name
     user_states: Mapping[str, Any]  # states that belong to no parameter
+    cut: Cut  # which of the entries are cut
 
     def outline(self, ownership: ParamOwnership) -> _Given:
         """Return a copy without the values that are sent one group at a time, or one parameter."""
-        cut = per_element(ownership, self.entries, ownership.where)
         entries = {
             name: {
-                key: outline_of(value) if (name, key) in cut else value
+                key: outline_of(value) if (name, key) in self.cut else value
                 for key, value in entry.items()
                 if not ownership.is_stepped_whole(name)
             }
@@ -230,8 +230,8 @@ def _read(
     what = "GatheredOptimizer cannot load a sharded state."
     fix = "load its own state_dict(), or save with FULL_STATE_DICT or fsdp_compat.checkpoint"
     _refuse_sharded(owned, what, ownership.where, fix)
-    per_element(ownership, entries, ownership.where)  # raises
-    return _Given(entries, rank_local, groups, user_states)
+    cut = per_element(ownership, entries, ownership.where)
+    return _Given(entries, rank_local, groups, user_states, cut)
 
 
 def _refuse_unknown(ownership: ParamOwnership, named: Mapping[str, Any]) -> None:

@@ -118,12 +118,14 @@ class Cut(Share):
         )
 
 
-def cut_of(group: Group, index: int, process_group: Any = None) -> Cut:
-    """Return how a parameter of a unit is cut. process_group: for values to be saved."""
+def cut_of(group: Group, index: int, process_group: Any = None, share: Share | None = None) -> Cut:
+    """Return how a parameter of a unit is cut. process_group: for values to be saved. share: of
+    this rank, if it is known."""
     store, members = store_of(group), group.shard.members
-    layout, number = store.cut(index)
-    piece, parallel = share_of(group, index).piece, store.parallel[index]
-    return Cut(piece, layout, number, store.rank, members, parallel, process_group)
+    share, parallel = share or share_of(group, index), store.parallel[index]
+    return Cut(
+        *(share.piece, share.layout, share.index, store.rank, members, parallel, process_group)
+    )
 
 
 def flat_cut(group: Group, section: Section, process_group: Any = None) -> Cut:
