@@ -205,7 +205,7 @@ def test_a_checkpoint_of_any_layout_loads_into_any_layout(tmp_path: Path) -> Non
         assert_same(weights, {name: expected[name] for name in weights})
         assert weights.keys() == Toy().state_dict().keys()
         assert_written_once(folders[-1] / STEP, layout)
-    for number, layout in enumerate(sample(READERS, 0, 3, 7, 12)):  # each writer is read
+    for number, layout in enumerate(sample(READERS, 0, 3, 7)):  # each writer is read
         skips = sample(range(len(folders)), 0, 2)
         chosen = [folders[(number + skip) % len(folders)] for skip in skips]
         run_ranks(layout.ranks, _read, chosen, layout)

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.support.emulated import nccl
 from tests.support.parity import no_sync
 from tests.support.ranks import on_ranks
+from tests.support.sampling import sample
 from tests.support.twin import FLAT, FULLY_SHARD, ORIGINAL, sharded
 
 RANKS = 4  # two nodes of two where gradients are also reduced over replicas
@@ -245,12 +246,12 @@ CASES: list[Case] = [
     *((ORIGINAL, name, UNEVEN, {"frozen": True}) for name in ("SHARD_GRAD_OP", "HYBRID_SHARD")),
     (ORIGINAL, "FULL_SHARD", "a_block_left_out", {"frozen": True, "allow_unused_units": True}),
     *((front_end, "FULL_SHARD", UNEVEN, {"recomputes": True}) for front_end in BOTH),
+    *((FLAT, "FULL_SHARD", name, {"allow_unused_units": True}) for name in SCENARIOS),
     *(
-        (front_end, "FULL_SHARD", name, {"allow_unused_units": True})
-        for front_end in BOTH
-        for name in SCENARIOS
+        (FULLY_SHARD, "FULL_SHARD", name, {option: True})
+        for option, names in (("allow_unused_units", [*SCENARIOS]), ("reduces_unused", USED_ALL))
+        for name in sample(names, 0, 1, 3, 6)
     ),
-    *((FULLY_SHARD, "FULL_SHARD", name, {"reduces_unused": True}) for name in USED_ALL),
 ]
 
 

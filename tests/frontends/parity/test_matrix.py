@@ -11,7 +11,7 @@ from tests.support.ranks import run_ranks
 from tests.support.sampling import at_most
 
 ONE_MESH = {"strategy": ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"], "mesh": [Case.mesh]}
-sampled = settings(derandomize=True, max_examples=at_most(4, of_all=100))
+sampled = settings(derandomize=True, max_examples=at_most(3, of_all=100))
 
 
 @pytest.mark.slow
