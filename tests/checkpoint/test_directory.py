@@ -419,16 +419,16 @@ def test_a_save_ends_well_or_with_a_checkpoint_error(tmp_path: Path) -> None:
 
 @on_ranks(1)
 def test_a_directory_that_is_removed_before_it_is_owned_is_made_again(tmp_path: Path) -> None:
-    mkdir, lost = os.mkdir, []
+    mkdir, lost = Path.mkdir, []
 
-    def mkdir_and_lose(path: Any, *args: Any, **kwargs: Any) -> None:
+    def mkdir_and_lose(path: Path, *args: Any, **kwargs: Any) -> None:
         mkdir(path, *args, **kwargs)
-        if not lost and Path(path).name.startswith(".step-"):
+        if not lost and path.name.startswith(".step-"):
             lost.append(os.rmdir(path))  # as another job's save does with what nobody owns
 
     model = _model()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "mkdir", mkdir_and_lose)
+        patch.setattr(Path, "mkdir", mkdir_and_lose)
         path = checkpoint.save(tmp_path, model, step=1)
     assert lost and _names(tmp_path) == {path.name}
     checkpoint.load(path, model)

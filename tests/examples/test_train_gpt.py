@@ -102,7 +102,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Losses]:
 def test_the_loss_falls(one_process: dict[str, Losses]) -> None:
     for kind, steps in (("train", range(1, NUM_STEPS + 1)), ("validation", (4, 8, 12))):
         assert [step for step, _ in one_process[kind]] == list(steps)
-        assert one_process[kind][-1][1] < 6.0
+        assert one_process[kind][-1][1] < one_process["train"][0][1] - 0.7
     assert one_process["train"][0][1] == pytest.approx(6.91, abs=0.1)  # log(1000): untrained
 
 
