@@ -33,7 +33,7 @@ if torch.__version__ >= "2.15":  # it rounds each gradient to bfloat16 before it
 REDUCED_BY_PARTS = Case(FULLY_SHARD, "HYBRID_SHARD", backwards="rrs")
 
 
-@settings(derandomize=True, max_examples=at_most(5, of_all=100))
+@settings(derandomize=True, max_examples=at_most(8, of_all=100))
 @given(cases(EXACT | TWO_RANKS))
 def test_two_ranks_train_as_the_unsharded_model(case: Case) -> None:
     run_ranks(2, trains, case)

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.cuda._sanitizer
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
@@ -364,7 +363,9 @@ def own_processes() -> Iterator[None]:  # torch's checker cannot be switched off
 @pytest.mark.usefixtures("own_processes")
 @on_nccl(2)
 def test_the_sanitizer_of_torch_is_silent() -> None:
-    torch.cuda._sanitizer.enable_cuda_sanitizer()
+    from torch.cuda import _sanitizer  # its hooks stay for as long as the process
+
+    _sanitizer.enable_cuda_sanitizer()
     for front_end in (ORIGINAL, FULLY_SHARD):
         for options in ({"precision": LOW[1], "max_norm": 0.5}, {"offload": True, "backwards": 2}):
             train(Case(front_end, **options), fsdp_compat)
