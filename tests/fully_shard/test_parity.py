@@ -33,7 +33,7 @@ if torch.__version__ >= "2.15":  # it rounds each gradient to bfloat16 before it
 REDUCED_BY_PARTS = Case(FULLY_SHARD, "HYBRID_SHARD", backwards="rrs")
 
 
-@settings(derandomize=True, max_examples=at_most(8, of_all=100))
+@settings(derandomize=True, max_examples=at_most(5, of_all=100))
 @given(cases(EXACT | TWO_RANKS))
 def test_two_ranks_train_as_the_unsharded_model(case: Case) -> None:
     run_ranks(2, trains, case)
@@ -57,7 +57,7 @@ def _compare(case: Case, tolerance: float | None) -> None:
         assert value is None or other is None or value.dtype == other.dtype, name
 
 
-@settings(derandomize=True, max_examples=at_most(6, of_all=200))
+@settings(derandomize=True, max_examples=at_most(10, of_all=200))
 @given(cases(BESIDE_TORCH | TWO_RANKS))
 def test_two_ranks_are_bit_equal_to_torch(case: Case) -> None:
     run_ranks(2, _compare, case, 0.0)
