@@ -112,7 +112,7 @@ def variables_of(
         if issubclass(type(its), types.ModuleType) and not is_own and where(module):
             for namespace in _namespaces(module, its):
                 if wanted.keys().isdisjoint(map(id, [*namespace.values()])):
-                    continue  # nearly always: all of these are thousands of modules
+                    continue  # quick, as there are thousands of modules
                 for name, value in list(namespace.items()):
                     if id(value) in wanted:
                         found.append(Variable(module, namespace, name, value))
