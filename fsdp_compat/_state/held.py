@@ -177,6 +177,8 @@ def beside_units(model: nn.Module) -> Iterator[dict[str, Any]]:
 
 def load_unmanaged(model: nn.Module, entries: Mapping[str, Any]) -> None:
     """Load what ``unmanaged_state`` returned, or a part of it, DTensors whole. Nothing is sent."""
+    if not (entries or any(map(loads_in_own_way, model.modules()))):
+        return
     with beside_units(model) as state:
         names = [name for name, value in state.items() if not isinstance(value, StandIn)]
         old: dict[str, Any] = {clean_name(name): state.pop(name) for name in names}
