@@ -109,7 +109,7 @@ def packed_bytes(value: object) -> torch.Tensor:
     """Return the pickled value, 1-D uint8 on the CPU."""
     file = io.BytesIO()
     torch.save(value, file)
-    return torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)
+    return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
 
 
 def unpacked(packed: torch.Tensor, device: torch.device | None) -> Any:

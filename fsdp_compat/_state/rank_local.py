@@ -155,7 +155,7 @@ def gather_objects(
             (packed.numel() * (n in receivers), nbytes[n] * (keep and n in others and n in senders))
             for n in range(axis.ranks)
         ]
-        sent = packed.repeat(len(receivers)).to(axis.device)
+        sent = packed.expand(len(receivers), -1).reshape(-1).to(axis.device)  # one: no copy
         received = axis.exchange(sent, sizes, what).cpu().split([each for _, each in sizes])
         for rank in senders if keep else ():
             yield rank, own if rank == axis.rank else unpacked(received[rank], device)
