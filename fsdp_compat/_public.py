@@ -39,6 +39,7 @@ from fsdp_compat.sharded_grad_scaler import ShardedGradScaler
 # last: it reads the names above
 from fsdp_compat._install import install, uninstall  # isort: skip
 
+# No modules: `import *` would put `optim` and `checkpoint` over the user's, which are torch's.
 __all__ = [
     "BackwardPrefetch",
     "CPUOffload",

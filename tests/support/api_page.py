@@ -16,8 +16,8 @@ PAGE = ROOT / "examples" / "API.md"
 HEAD = """# All names
 
 A line for each public name, made from the docstrings by `python -m tests.support.api_page`;
-`help(name)` says more. *Collective*: all ranks call it together, always or in the cases that its
-help names.
+`help(name)` says more, and `pdoc fsdp_compat{,.checkpoint,.errors,.optim,.wrap}` makes pages of it.
+*Collective*: all ranks call it together, always or in the cases that its help names.
 """
 
 
