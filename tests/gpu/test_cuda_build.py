@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from tests.support.fully_sharded import NotedAllGather, NotedReduceScatter
 from tests.support.models import NUM_TOKENS, Transformer
 from tests.support.parity import no_sync, seeded
 from tests.support.ranks import close_pool, run_ranks
+from tests.support.time_limit import limit_s
 from tests.support.twin import FLAT, FULLY_SHARD, ORIGINAL, sharded
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not fakecuda.is_used(), reason=fakecuda.WHY)]
@@ -369,3 +371,62 @@ def test_the_sanitizer_of_torch_is_silent() -> None:
     for front_end in (ORIGINAL, FULLY_SHARD):
         for options in ({"precision": LOW[1], "max_norm": 0.5}, {"offload": True, "backwards": 2}):
             train(Case(front_end, **options), fsdp_compat)
+
+
+HANGS = {"FAKECUDA_NCCL_HANGS": "0.1"}
+
+
+@pytest.mark.parametrize("crossed", [False, True])
+@on_nccl(2, environment=HANGS)
+def test_different_collectives_hang_until_an_abort(crossed: bool) -> None:
+    rank, x = dist.get_rank(), torch.ones(4, device=own_device())
+    groups = [dist.new_group(backend="nccl") for _ in range(2)]
+    for group in groups:
+        dist.barrier(group)  # makes the communicator
+    if crossed:  # each group's calls are the same
+        for group in groups[:: -1 if rank else 1]:
+            (work := dist.all_reduce(x, group=group, async_op=True)).wait()
+    else:
+        work = dist.broadcast(x, 0, async_op=True) if rank else dist.all_reduce(x, async_op=True)
+        work.wait()
+    event, side, unrelated = torch.cuda.Event(), torch.cuda.Stream(), torch.cuda.Stream()
+    event.record()
+    side.wait_event(event)
+    assert not work.is_completed() and not event.query() and not side.query() and unrelated.query()
+    items: list[float] = []
+    waiting = threading.Thread(target=lambda: items.append(x[0].item()))
+    waiting.start()
+    waiting.join(0.3)
+    assert items == []
+    dist.distributed_c10d._abort_process_group()
+    waiting.join(limit_s(10))
+    assert len(items) == 1 and event.query()
+
+
+@on_nccl(2, environment=HANGS)
+def test_a_late_rank_ends_the_waits() -> None:
+    device, rank = own_device(), dist.get_rank()
+    store = dist.distributed_c10d._get_default_store()
+    x, gathered = torch.full((4,), rank + 1.0, device=device), torch.zeros(8, device=device)
+    dist.all_reduce(torch.zeros_like(x))  # makes the communicator
+    torch.cuda.synchronize()
+    if rank:
+        store.wait(["rank 0 waits"])
+    dist.all_gather_single(gathered, x)
+    dist.all_reduce(x)
+    if not rank:
+        x.zero_()  # runs ahead
+        assert not torch.cuda.current_stream().query()
+        store.set("rank 0 waits", "")
+    assert gathered[4].item() == 2.0 and torch.cuda.current_stream().query()
+    assert (gathered.tolist(), x.tolist()) == ([1.0] * 4 + [2.0] * 4, [3.0] * 4)
+
+
+def losses_of(case: Case) -> list[float]:
+    return train(case, fsdp_compat).losses
+
+
+def test_training_is_the_same_where_ranks_may_hang() -> None:
+    usual = run_ranks(2, losses_of, Case(), backend=NCCL)
+    may_hang = {"FAKECUDA_NCCL_HANGS": "60"}
+    assert run_ranks(2, losses_of, Case(), backend=NCCL, environment=may_hang) == usual

@@ -16,6 +16,27 @@ C++ compiler:
     print(*recording.unordered(), sep="\\n")                        # races
     print(fakecuda.counts())                                       # kernels, copies, events, waits
 
+Ranks that call different collectives, or call one too late, end with a message. With
+FAKECUDA_NCCL_HANGS=SECONDS, read when a communicator is made, they hang as with NCCL:
+
+    FAKECUDA_NCCL_HANGS=5 FOLDER/bin/python -m torch.distributed.run ... program.py
+
+A call waits for the other ranks for at most SECONDS, then says so on stderr and returns. It is
+done once all ranks have made the same call: never, if they made different ones, or if a process was
+stopped or has ended. Until then, later work on its stream, on streams that wait for it and on its
+communicator is not complete: queries say so, waits and copies to pageable memory block the host,
+and torch's watchdog reports a timeout. Aborting or destroying the communicator ends its calls.
+Differences to a GPU in this mode:
+
+- Kernels, and copies that do not go to the host, still run when they are enqueued, so what is
+  computed from a late result is wrong. The result itself is right if the call's input was complete
+  when the call was made. An aborted call writes nothing, or a part.
+- Different calls always hang; NCCL may return wrong values or crash.
+- Errors are not shown: no call fails because a peer has ended, neither at once nor asynchronously.
+- A pending call does not occupy the device: streams that do not wait for it are not held up.
+- Waiting for a device waits for the calls of all devices of the process.
+- Making and splitting a communicator blocks the host, and ends the process if ranks are missing.
+
 What it cannot show: time (but see ``set_collective_ms``), CUDA graphs, kernels of Triton and
 inductor, several hosts, NCCL's order of summation on more than two ranks, memory that kernels use
 inside, errors of the driver. Operations that the CPU lacks raise. Set FAKECUDA_DEVICES for another

@@ -1,6 +1,13 @@
 // NCCL for the processes of one host, over POSIX shared memory. A collective is done in the thread
 // that calls it, once all ranks have called it. A rank ends with a message if others call a
 // different collective, or if they do not call it within FAKECUDA_NCCL_TIMEOUT seconds.
+//
+// With FAKECUDA_NCCL_HANGS=SECONDS, read when a communicator is made, a thread of the communicator
+// does its calls in order, each once all earlier work of its stream is complete and all ranks have
+// made the same call: never, if they make different ones. The caller waits for at most SECONDS, and
+// not at all behind another pending call. To the runtime, the stream is not complete until the call
+// is done, or its communicator aborted or destroyed. The input is copied when a call is made.
+// Making and splitting communicators is the same with and without the variable.
 
 #include "observer.h"
 
@@ -14,13 +21,19 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
+#include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <map>
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <random>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -32,6 +45,7 @@ enum { kSuccess = 0, kSystemError = 2, kInvalidArgument = 4, kInvalidUsage = 5 }
 struct ncclUniqueId {
   char internal[128];
 };
+struct ncclComm;
 
 namespace {
 
@@ -59,10 +73,14 @@ struct Mail {  // of one rank to another
   char data[kMailNbytes];
 };
 
-struct Shared {
+struct Meeting {
   std::atomic<uint32_t> arrived, generation;
   std::atomic<uint64_t> num_calls[kMaxRanks];
   Signature calls[kMaxRanks];  // the latest of each rank
+};
+
+struct Shared {
+  Meeting of_hosts, of_devices;  // to make and split communicators; for their calls
   int64_t words[kMaxRanks][2];
   char slots[kMaxRanks][kSlotNbytes];
   Mail mail[kMaxRanks][kMaxRanks];
@@ -79,10 +97,31 @@ double timeout_s() {
   return text ? std::atof(text) : 120;
 }
 
+std::optional<double> hangs_s() {
+  const char* text = std::getenv("FAKECUDA_NCCL_HANGS");
+  return text && *text ? std::optional(std::atof(text)) : std::nullopt;
+}
+
 [[noreturn]] void stop(const std::string& message) {
   std::fprintf(stderr, "fakecuda: %s\n", message.c_str());
   std::abort();
 }
+
+struct Call {
+  Signature signature;
+  const void* send;
+  void* recv;
+  int peer;
+  ncclComm* comm;
+  const void* stream;
+};
+
+struct Job {  // calls that are done as one, by the thread of their communicator
+  std::vector<Call> calls;
+  std::vector<std::vector<char>> inputs;
+  uint64_t ticket;
+  fakecuda::Tickets behind;
+};
 
 }  // namespace
 
@@ -92,43 +131,64 @@ struct ncclComm {
   Shared* shared;
   std::map<int, double> factors;  // of the reductions that the program created, by number
 
-  [[noreturn]] void time_out(const Signature& call) {
-    std::string text = "rank " + std::to_string(rank) + " of " + name + " timed out in " +
-                       call.text() + "; number of calls and the latest, by rank:";
+  std::optional<double> waits_s = std::nullopt;  // if calls may hang
+  std::mutex mutex = {};                         // guards jobs
+  std::condition_variable changed = {};
+  std::deque<Job> jobs = {};  // the first one is being done
+  std::atomic<bool> has_ended = false;
+  std::thread thread = {};
+
+  std::string state(const Meeting& meeting) {
+    std::string text = "number of calls and the latest, by rank:";
     for (int r = 0; r < size; ++r)
-      text += " " + std::to_string(shared->num_calls[r]) + " (" + shared->calls[r].text() + ")";
-    stop(text);
+      text += " " + std::to_string(meeting.num_calls[r]) + " (" + meeting.calls[r].text() + ")";
+    return text;
   }
 
-  void barrier(const Signature& call) {
-    const uint32_t generation = shared->generation;
-    if (shared->arrived.fetch_add(1) + 1 == uint32_t(size)) {
-      shared->arrived = 0;
-      shared->generation = generation + 1;
-      syscall(SYS_futex, &shared->generation, FUTEX_WAKE, 1 << 30, nullptr, nullptr, 0);
-      return;
+  [[noreturn]] void time_out(const Meeting& meeting, const Signature& call) {
+    stop("rank " + std::to_string(rank) + " of " + name + " timed out in " + call.text() + "; " +
+         state(meeting));
+  }
+
+  bool can_hang(const Meeting& meeting) { return waits_s && &meeting == &shared->of_devices; }
+
+  // Return whether all ranks have come: false if the communicator has ended.
+  bool barrier(Meeting& meeting, const Signature& call) {
+    const uint32_t generation = meeting.generation;
+    if (meeting.arrived.fetch_add(1) + 1 == uint32_t(size)) {
+      meeting.arrived = 0;
+      meeting.generation = generation + 1;
+      syscall(SYS_futex, &meeting.generation, FUTEX_WAKE, 1 << 30, nullptr, nullptr, 0);
+      return true;
     }
     const double end = now_s() + timeout_s();
-    while (shared->generation == generation) {
-      const timespec second{1, 0};
-      syscall(SYS_futex, &shared->generation, FUTEX_WAIT, generation, &second, nullptr, 0);
-      if (shared->generation == generation && now_s() > end) time_out(call);
+    const bool hangs = can_hang(meeting);
+    while (meeting.generation == generation) {
+      if (hangs && has_ended) return false;
+      const timespec interval{hangs ? 0 : 1, hangs ? 10'000'000 : 0};
+      syscall(SYS_futex, &meeting.generation, FUTEX_WAIT, generation, &interval, nullptr, 0);
+      if (!hangs && meeting.generation == generation && now_s() > end) time_out(meeting, call);
     }
+    return true;
   }
 
-  // All ranks must make the same call.
-  void begin(const Signature& call) {
-    shared->calls[rank] = call;
-    ++shared->num_calls[rank];
-    barrier(call);
+  // All ranks must make the same call. Return whether they have.
+  bool begin(Meeting& meeting, const Signature& call) {
+    meeting.calls[rank] = call;
+    ++meeting.num_calls[rank];
+    if (!barrier(meeting, call)) return false;
     for (int r = 0; r < size; ++r) {
-      const auto& other = shared->calls[r];
-      if (std::strcmp(other.name, call.name) || other.count != call.count ||
-          other.dtype != call.dtype || other.root != call.root)
+      const auto& other = meeting.calls[r];
+      if (!std::strcmp(other.name, call.name) && other.count == call.count &&
+          other.dtype == call.dtype && other.root == call.root)
+        continue;
+      if (!can_hang(meeting))
         stop("ranks of " + name + " call different collectives: rank " + std::to_string(rank) +
              " " + call.text() + ", rank " + std::to_string(r) + " " + other.text());
+      while (!has_ended) usleep(10'000);
+      return false;
     }
-    barrier(call);
+    return barrier(meeting, call);
   }
 };
 
@@ -197,15 +257,6 @@ void reduce(
 
 // -- calls
 
-struct Call {
-  Signature signature;
-  const void* send;
-  void* recv;
-  int peer;
-  Comm comm;
-  const void* stream;
-};
-
 std::string last_error;
 thread_local int depth = 0;
 thread_local std::vector<Call> queue;
@@ -214,8 +265,8 @@ bool is_p2p(const Call& call) {
   return !std::strcmp(call.signature.name, "send") || !std::strcmp(call.signature.name, "recv");
 }
 
-// Count the call, and say what it reads and writes.
-void tell(const Call& call) {
+// Count the call, and say what it reads and writes. Return the size of its input in bytes.
+size_t tell(const Call& call) {
   const auto comm = call.comm;
   const std::string name = call.signature.name;
   const size_t nbytes = call.signature.count * kItemsizes[call.signature.dtype];
@@ -234,6 +285,7 @@ void tell(const Call& call) {
   if (in) happening.reads.emplace_back(uintptr_t(call.send), uintptr_t(call.send) + in);
   if (out) happening.writes.emplace_back(uintptr_t(call.recv), uintptr_t(call.recv) + out);
   fakecuda_happened(happening);
+  return in;
 }
 
 void run_p2p(std::vector<Call>& calls) {
@@ -259,6 +311,7 @@ void run_p2p(std::vector<Call>& calls) {
         std::memcpy(mail.data, (const char*)call.send + done[i], part);
         mail.nbytes = part;
       } else {
+        if (mail.nbytes != part && call.comm->waits_s) continue;
         if (mail.nbytes != part)
           stop("recv of " + std::to_string(nbytes) + " bytes from a send of another size");
         std::memcpy((char*)call.recv + done[i], mail.data, part);
@@ -269,7 +322,10 @@ void run_p2p(std::vector<Call>& calls) {
       if (done[i] == nbytes) done[i] = nbytes + 1, --left;
     }
     if (!moved) {
-      if (now_s() > end) calls[0].comm->time_out(calls[0].signature);
+      auto* comm = calls[0].comm;
+      if (comm->waits_s && comm->has_ended) return;
+      if (!comm->waits_s && now_s() > end)
+        comm->time_out(comm->shared->of_devices, calls[0].signature);
       usleep(50);
     }
   }
@@ -284,7 +340,8 @@ void run_collective(const Call& call) {
   const std::string name = signature.name;
   const auto* send = static_cast<const char*>(call.send);
   auto* recv = static_cast<char*>(call.recv);
-  comm->begin(signature);
+  auto& meeting = shared->of_devices;
+  if (!comm->begin(meeting, signature)) return;
   const bool parts = name == "reduce_scatter" || name == "all_to_all";
   const size_t step = (parts ? kSlotNbytes / size : kSlotNbytes) / 16 * 16;
   for (size_t at = 0; at < nbytes; at += step) {
@@ -294,7 +351,7 @@ void run_collective(const Call& call) {
       for (int r = 0; r < size; ++r) std::memcpy(mine + r * step, send + r * nbytes + at, n);
     else if (name != "broadcast" || rank == signature.root)
       std::memcpy(mine, send + at, n);
-    comm->barrier(signature);
+    if (!comm->barrier(meeting, signature)) return;
     std::vector<const char*> from;
     for (int r = 0; r < size; ++r) from.push_back(shared->slots[r] + (parts ? rank * step : 0));
     if (name == "all_gather" || name == "all_to_all")
@@ -303,20 +360,88 @@ void run_collective(const Call& call) {
       std::memcpy(recv + at, from[signature.root], n);
     else if (name != "reduce" || rank == signature.root)
       reduce(comm, from, recv + at, n / item, signature.dtype, signature.op);
-    comm->barrier(signature);
+    if (!comm->barrier(meeting, signature)) return;
   }
 }
 
-void run(std::vector<Call> calls) {
+void run_all(const std::vector<Call>& calls) {
   std::vector<Call> p2p;
-  for (auto& call : calls) {
-    tell(call);
+  for (auto& call : calls)
     if (is_p2p(call))
       p2p.push_back(call);
     else
       run_collective(call);
-  }
   run_p2p(p2p);
+}
+
+// The thread of a communicator whose calls may hang.
+void run_jobs(Comm comm) {
+  std::unique_lock<std::mutex> lock(comm->mutex);
+  while (true) {
+    comm->changed.wait(lock, [&] { return comm->has_ended || !comm->jobs.empty(); });
+    if (comm->has_ended) break;
+    const auto& job = comm->jobs.front();
+    lock.unlock();
+    while (fakecuda_is_pending(job.behind) && !comm->has_ended) usleep(1000);
+    if (!comm->has_ended) run_all(job.calls);
+    lock.lock();
+    if (comm->has_ended) break;
+    fakecuda_end(job.ticket);
+    comm->jobs.pop_front();
+    comm->changed.notify_all();
+  }
+  for (const auto& job : comm->jobs) fakecuda_end(job.ticket);
+  comm->jobs.clear();
+  comm->changed.notify_all();
+}
+
+void start(Comm comm, Job job) {
+  std::unique_lock<std::mutex> lock(comm->mutex);
+  if (comm->has_ended) return;
+  const uint64_t ticket = job.ticket = fakecuda_begin(job.calls[0].stream, &job.behind);
+  const bool waits = comm->jobs.empty() && job.behind.empty();
+  const auto signature = job.calls[0].signature;
+  comm->jobs.push_back(std::move(job));
+  if (!comm->thread.joinable()) comm->thread = std::thread(run_jobs, comm);
+  comm->changed.notify_all();
+  const auto limit = std::chrono::duration<double>(*comm->waits_s);
+  const auto is_done = [&] { return !fakecuda_is_pending({ticket}); };
+  if (waits && !comm->changed.wait_for(lock, limit, is_done))
+    std::fprintf(
+        stderr, "fakecuda: %s is pending on rank %d of %s, later values are not valid; %s\n",
+        signature.text().c_str(), comm->rank, comm->name.c_str(),
+        comm->state(comm->shared->of_devices).c_str());
+}
+
+void end(Comm comm) {
+  if (!comm || !comm->waits_s) return;  // torch aborts a communicator twice
+  {
+    const std::lock_guard<std::mutex> lock(comm->mutex);
+    comm->has_ended = true;
+    comm->changed.notify_all();
+  }
+  if (comm->thread.joinable()) comm->thread.join();
+}
+
+void run(const std::vector<Call>& calls) {
+  std::vector<Call> now;
+  std::vector<std::pair<Comm, Job>> jobs;
+  for (auto call : calls) {
+    const size_t nbytes = tell(call);
+    if (!call.comm->waits_s) {
+      now.push_back(call);
+      continue;
+    }
+    auto of_comm = std::find_if(
+        jobs.begin(), jobs.end(), [&](const auto& job) { return job.first == call.comm; });
+    if (of_comm == jobs.end()) of_comm = jobs.insert(of_comm, {call.comm, {}});
+    const auto* input = static_cast<const char*>(call.send);
+    of_comm->second.inputs.emplace_back(input, input + nbytes);
+    call.send = of_comm->second.inputs.back().data();
+    of_comm->second.calls.push_back(call);
+  }
+  run_all(now);
+  for (auto& [comm, job] : jobs) start(comm, std::move(job));
 }
 
 ncclResult_t enqueue(
@@ -345,8 +470,9 @@ Comm join(const std::string& name, int size, int rank) {
   const Signature call{"init", uint64_t(size), -1, 0, 0};
   int device = 0;
   cudaGetDevice(&device);
+  comm->waits_s = hangs_s();
   comm->shared->words[rank][0] = device;
-  comm->begin(call);
+  comm->begin(comm->shared->of_hosts, call);
   if (rank == 0) shm_unlink(name.c_str());
   for (int r = 0; r < size; ++r)
     if (r != rank && comm->shared->words[r][0] == device) {
@@ -355,7 +481,7 @@ Comm join(const std::string& name, int size, int rank) {
                    "000";
       return nullptr;
     }
-  comm->begin({"init done", uint64_t(size), -1, 0, 0});
+  comm->begin(comm->shared->of_hosts, {"init done", uint64_t(size), -1, 0, 0});
   fakecuda_count("nccl communicators");
   return comm;
 }
@@ -387,12 +513,12 @@ API ncclResult_t ncclCommSplit(Comm comm, int color, int key, Comm* found, void*
   const int number = comm->num_splits++;
   comm->shared->words[comm->rank][0] = color;
   comm->shared->words[comm->rank][1] = key;
-  comm->begin({"split", uint64_t(number), -1, 0, 0});
+  comm->begin(comm->shared->of_hosts, {"split", uint64_t(number), -1, 0, 0});
   std::vector<std::pair<int64_t, int>> members;
   for (int r = 0; r < comm->size; ++r)
     if (comm->shared->words[r][0] == color) members.emplace_back(comm->shared->words[r][1], r);
   std::sort(members.begin(), members.end());
-  comm->begin({"split done", uint64_t(number), -1, 0, 0});
+  comm->begin(comm->shared->of_hosts, {"split done", uint64_t(number), -1, 0, 0});
   *found = nullptr;
   if (color < 0) return kSuccess;
   int rank = 0;
@@ -403,11 +529,12 @@ API ncclResult_t ncclCommSplit(Comm comm, int color, int key, Comm* found, void*
 }
 API ncclResult_t ncclCommFinalize(Comm) { return kSuccess; }
 API ncclResult_t ncclCommDestroy(Comm comm) {
+  end(comm);
   munmap(comm->shared, sizeof(Shared));
   delete comm;
   return kSuccess;
 }
-API ncclResult_t ncclCommAbort(Comm) { return kSuccess; }
+API ncclResult_t ncclCommAbort(Comm comm) { return end(comm), kSuccess; }
 API ncclResult_t ncclCommGetAsyncError(Comm, ncclResult_t* error) { return *error = 0, kSuccess; }
 API ncclResult_t ncclCommCount(Comm comm, int* size) { return *size = comm->size, kSuccess; }
 API ncclResult_t ncclCommUserRank(Comm comm, int* rank) { return *rank = comm->rank, kSuccess; }

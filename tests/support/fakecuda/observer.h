@@ -1,8 +1,10 @@
 // What the runtime and NCCL tell an observer (ops.cpp): work on streams, events, waits of the host.
+// And how NCCL tells the runtime that a collective is not complete.
 
 #pragma once
 
 #include <cstdint>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -33,6 +35,7 @@ struct Happening {
 };
 
 using Observer = void (*)(const Happening&);
+using Tickets = std::set<uint64_t>;  // of work that is not complete
 
 }  // namespace fakecuda
 
@@ -40,4 +43,10 @@ extern "C" {
 void fakecuda_observe(fakecuda::Observer observer);
 void fakecuda_happened(const fakecuda::Happening& happening);
 void fakecuda_count(const char* what);
+// Enqueue work on a stream that is not complete until its ticket is ended. It must not be ended
+// before what it is behind on the stream, except by an abort.
+uint64_t fakecuda_begin(const void* stream, fakecuda::Tickets* behind);
+void fakecuda_end(uint64_t ticket);
+bool fakecuda_is_pending(const fakecuda::Tickets& tickets);
+void fakecuda_finish(const void* stream);  // blocks until all work of the stream is complete
 }

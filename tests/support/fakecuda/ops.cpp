@@ -196,20 +196,22 @@ class CudaCall final : public Call {
     if (device_ < 0) device_ = c10::cuda::current_device();
     const c10::cuda::CUDAGuard guard(device_);
     set_place();
+    const auto stream = c10::cuda::getCurrentCUDAStream(device_);
+    const bool waits = op_.hasTag(at::Tag::data_dependent_output) ||
+                       op_.hasTag(at::Tag::dynamic_output_shape);
+    if (waits) fakecuda_finish(stream.stream());
     {
       std::optional<Random> random;
       if (op_.hasTag(at::Tag::nondeterministic_seeded)) random.emplace(device_);
       run_on_cpu();
     }
     replace_results();
-    const auto stream = c10::cuda::getCurrentCUDAStream(device_);
     if (!(reads_.empty() && writes_.empty())) {
       fakecuda_count("kernels");
       if (recording)
         fakecuda_happened({Kind::Work, stream.stream(), nullptr, schema.name(), reads_, writes_});
     }
-    if (op_.hasTag(at::Tag::data_dependent_output) || op_.hasTag(at::Tag::dynamic_output_shape))
-      cudaStreamSynchronize(stream.stream());
+    if (waits) cudaStreamSynchronize(stream.stream());
   }
 
  private:

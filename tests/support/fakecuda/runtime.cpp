@@ -1,6 +1,7 @@
 // A CUDA runtime without a GPU. Device memory is host memory, work is done when it is enqueued, and
-// events have always happened. Calls are counted, and reported to an observer. Kernels cannot run
-// (ops.cpp computes their values), so launching one is an error that names it.
+// events have always happened, unless they are behind a collective that waits for other ranks.
+// Calls are counted, and reported to an observer. Kernels cannot run (ops.cpp computes their
+// values), so launching one is an error that names it.
 
 #include "observer.h"
 
@@ -8,14 +9,19 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <atomic>
+#include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <utility>
+#include <vector>
 
 #define API extern "C" __attribute__((visibility("default")))
 
@@ -24,6 +30,7 @@ namespace {
 using fakecuda::Happening;
 using fakecuda::Kind;
 using fakecuda::Range;
+using fakecuda::Tickets;
 
 int num_devices() {
   static const char* value = std::getenv("FAKECUDA_DEVICES");
@@ -80,7 +87,116 @@ struct Stream {
 
 struct Event {
   std::optional<double> time;  // of the virtual clock, in milliseconds
+  Tickets behind;              // guarded by Pending
 };
+
+std::pair<int, const void*> key_of(const void* stream) {
+  const bool is_default = uintptr_t(stream) <= 2;  // each device has its own
+  return {is_default ? current_device : -1, stream};
+}
+
+// Collectives that wait for other ranks (nccl.cpp), and what is behind them on streams. All other
+// work has run when it was enqueued, so it is only not complete. Copies to the host run late: the
+// host that has waited for one reads what the collectives have written.
+class Pending {
+ public:
+  uint64_t begin(const void* stream, Tickets* behind) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    *behind = open_of(of_streams_[key_of(stream)]);
+    of_streams_[key_of(stream)].insert(++last_);
+    open_.insert(last_);
+    ++num_open_;
+    return last_;
+  }
+
+  void end(uint64_t ticket) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    open_.erase(ticket);
+    std::vector<Late> later;
+    for (auto& late : late_)
+      if (open_of(late.behind).empty())
+        late.act();
+      else
+        later.push_back(std::move(late));
+    late_ = std::move(later);
+    --num_open_;
+    ended_.notify_all();
+  }
+
+  bool is_open(const Tickets& tickets) {
+    if (num_open_ == 0) return false;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return !open_of(tickets).empty();
+  }
+
+  Tickets of_stream(const void* stream) {
+    if (num_open_ == 0) return {};
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return open_of(of_streams_[key_of(stream)]);
+  }
+
+  Tickets of_event(Event* event) {
+    if (num_open_ == 0) return {};
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return open_of(event->behind);
+  }
+
+  Tickets of_all() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return open_;
+  }
+
+  void record(Event* event, const void* stream) {
+    if (num_open_ == 0) return;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    event->behind = open_of(of_streams_[key_of(stream)]);
+  }
+
+  void wait(const void* stream, Event* event) {
+    if (num_open_ == 0) return;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    of_streams_[key_of(stream)].merge(open_of(event->behind));
+  }
+
+  // Call a function, later if the stream is not complete.
+  void act(const void* stream, std::function<void()> act) {
+    if (num_open_ == 0) return act();
+    const std::lock_guard<std::mutex> lock(mutex_);
+    auto behind = open_of(of_streams_[key_of(stream)]);
+    if (behind.empty()) return act();
+    late_.push_back({std::move(behind), std::move(act)});
+  }
+
+  // Block the host.
+  void finish(const Tickets& tickets) {
+    if (tickets.empty()) return;
+    std::unique_lock<std::mutex> lock(mutex_);
+    ended_.wait(lock, [&] { return open_of(tickets).empty(); });
+  }
+
+ private:
+  struct Late {
+    Tickets behind;
+    std::function<void()> act;
+  };
+
+  Tickets open_of(const Tickets& tickets) {
+    Tickets open;
+    for (const auto ticket : tickets)
+      if (open_.count(ticket)) open.insert(ticket);
+    return open;
+  }
+
+  std::mutex mutex_;
+  std::condition_variable ended_;
+  std::atomic<int> num_open_ = 0;  // read without the lock: there are none unless ranks hang
+  uint64_t last_ = 0;
+  Tickets open_;
+  std::map<std::pair<int, const void*>, Tickets> of_streams_;
+  std::vector<Late> late_;  // in the order of their enqueuing
+};
+
+auto& pending = *new Pending;
 
 // Only torch.cuda._sleep and NCCL's all-gathers and reduce-scatters take time, the latter one after
 // the other as within one communicator. The host takes none until it waits.
@@ -120,8 +236,7 @@ class Clock {
 
  private:
   double& end_of(const void* stream) {
-    const bool is_default = uintptr_t(stream) <= 2;  // each device has its own
-    auto& end = ends_[{is_default ? current_device : -1, stream}];
+    auto& end = ends_[key_of(stream)];
     return end = std::max(end, host_);
   }
 
@@ -165,11 +280,16 @@ cudaError_t copy(void* to, const void* from, size_t size, const void* stream, bo
   const bool pageable = (!to_device && !is_in(pinned_blocks, to)) ||
                         (!from_device && !is_in(pinned_blocks, from));
   count("copies " + direction + (pageable ? ", pageable" : ""));
-  std::memmove(to, from, size);
+  const bool waits = !async || (pageable && !to_device);
+  if (waits) pending.finish(pending.of_stream(stream));
+  if (to_device)
+    std::memmove(to, from, size);
+  else
+    pending.act(stream, [=] { std::memmove(to, from, size); });
   fakecuda_happened({Kind::Work, stream, nullptr, "copy " + direction,
                      {{uintptr_t(from), uintptr_t(from) + size}},
                      {{uintptr_t(to), uintptr_t(to) + size}}});
-  if (!async || (pageable && !to_device)) wait_of_host("copy", {Kind::StreamSync, stream});
+  if (waits) wait_of_host("copy", {Kind::StreamSync, stream});
   return cudaSuccess;
 }
 
@@ -182,6 +302,12 @@ API void fakecuda_happened(const Happening& happening) {
 }
 API void fakecuda_set_collective_ms(double ms) { virtual_clock.set_collective_ms(ms); }
 API void fakecuda_count(const char* what) { count(what); }
+API uint64_t fakecuda_begin(const void* stream, Tickets* behind) {
+  return pending.begin(stream, behind);
+}
+API void fakecuda_end(uint64_t ticket) { pending.end(ticket); }
+API bool fakecuda_is_pending(const Tickets& tickets) { return pending.is_open(tickets); }
+API void fakecuda_finish(const void* stream) { pending.finish(pending.of_stream(stream)); }
 API void fakecuda_reset_counts() {
   const std::lock_guard<std::mutex> lock(counts_mutex);
   counts.clear();
@@ -291,6 +417,7 @@ API cudaError_t cudaMalloc(void** p, size_t size) {
 }
 API cudaError_t cudaFree(void* p) {
   if (p == nullptr) return cudaSuccess;
+  pending.finish(pending.of_all());
   wait_of_host("cudaFree", {Kind::DeviceSync});
   Block block;
   {
@@ -406,17 +533,22 @@ API cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) {
   *priority = uintptr_t(stream) > 2 ? reinterpret_cast<Stream*>(stream)->priority : 0;
   return cudaSuccess;
 }
-API cudaError_t cudaStreamQuery(cudaStream_t) { return cudaSuccess; }
+API cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  return pending.of_stream(stream).empty() ? cudaSuccess : cudaErrorNotReady;
+}
 API cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  pending.finish(pending.of_stream(stream));
   wait_of_host("cudaStreamSynchronize", {Kind::StreamSync, stream});
   return cudaSuccess;
 }
 API cudaError_t cudaDeviceSynchronize() {
+  pending.finish(pending.of_all());  // of the process
   wait_of_host("cudaDeviceSynchronize", {Kind::DeviceSync});
   return cudaSuccess;
 }
 API cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
   count("stream waits");
+  pending.wait(stream, reinterpret_cast<Event*>(event));
   fakecuda_happened({Kind::Wait, stream, event});
   return cudaSuccess;
 }
@@ -454,6 +586,7 @@ API cudaError_t cudaEventDestroy(cudaEvent_t event) {
 }
 API cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {
   count("events recorded");
+  pending.record(reinterpret_cast<Event*>(event), stream);
   fakecuda_happened({Kind::Record, stream, event});
   return cudaSuccess;
 }
@@ -461,14 +594,18 @@ API cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   return cudaEventRecordWithFlags(event, stream, 0);
 }
 API cudaError_t cudaEventQuery(cudaEvent_t event) {
+  if (!pending.of_event(reinterpret_cast<Event*>(event)).empty()) return cudaErrorNotReady;
   fakecuda_happened({Kind::EventQuery, nullptr, event});
   return cudaSuccess;
 }
 API cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  pending.finish(pending.of_event(reinterpret_cast<Event*>(event)));
   wait_of_host("cudaEventSynchronize", {Kind::EventSync, nullptr, event});
   return cudaSuccess;
 }
 API cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t start, cudaEvent_t end) {
+  for (auto* event : {start, end})
+    if (!pending.of_event(reinterpret_cast<Event*>(event)).empty()) return cudaErrorNotReady;
   const auto& from = reinterpret_cast<Event*>(start)->time;
   const auto& to = reinterpret_cast<Event*>(end)->time;
   if (!from || !to) return fail(cudaErrorInvalidResourceHandle);
