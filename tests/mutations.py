@@ -203,8 +203,8 @@ BREAKS = (
     ),
     Break(
         "mapped shards copied outside of a pass",
-        "mapped.is_due = bool(mapped.passes) and (",
-        "mapped.is_due = True and (",
+        "elif mapped is not None and mapped.passes:",
+        "elif mapped is not None:",
         f"{FULLY_SHARD}/test_mapped.py -k outside_of_a_pass",
     ),
     Break(
@@ -227,8 +227,8 @@ BREAKS = (
     ),
     Break(
         "mapped shards in place of the user's all-gather",
-        "behavior is None or behavior.custom_all_gather is None",
-        "True",
+        "elif self._custom.is_set:",
+        "elif False:",
         f"{FULLY_SHARD}/test_mapped.py -k outside_of_a_pass",
     ),
     Break(
@@ -637,7 +637,7 @@ BREAKS = (
     ),
     Break(
         "no event after the copies of an all-gather",
-        "        if self.offload.is_offloaded:\n            self.offload.was_read()\n",
+        "        self._offload.was_read()\n",
         "",
         "tests/gpu/test_order.py -k after_an_evaluation",
     ),

@@ -205,7 +205,7 @@ class BackwardRunner:
                 call.inputs.left = sum(map(_torch_private.runs_now, call.inputs.nodes))
         entered = backward.entered
         if self._prefetches_late:
-            unit.unshard(call.dtype)
+            unit.start_unshard(call.dtype)
         end = call.end_tick
         for other in tuple(entered):
             calls = other.calls
@@ -315,7 +315,7 @@ class BackwardRunner:
                     self._post_backward(unit, backward, at_end=True)
             for unit in self._units:
                 if unit.residency is Residency.UNSHARDING:  # it stays unsharded
-                    unit.wait_for_unshard()
+                    unit.finish_unshard()
                 if backward.keeps_params and unit.residency is Residency.UNSHARDED:
                     unit.keep_values()
             self._gathering.mapped.stop_reading(Pass.BACKWARD)

@@ -1,101 +1,39 @@
-"""Parameter groups: the parameters of a unit that are all-gathered and reduced in one buffer;
-backward's all-gathers of a group among fewer ranks; and the communicators of all groups."""
+"""Parameter groups: the parameters of a unit that are all-gathered and reduced in one buffer; and
+the communicators of all groups."""
 
 from __future__ import annotations
 
-import contextlib
 import traceback
-import typing
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from .. import _torch_private
 from .._comm.communicator import communicator
-from .._comm.mesh import Mesh, axis_of
-from .._comm.transport import Handle, Transport
+from .._comm.mesh import Mesh
+from .._comm.transport import Transport
 from ..errors import AssertedStateError
 from . import events
 from .behavior import Behavior, ReduceAxes
 from .device import ON_DEVICE, OffloadPolicy, on_host, side_stream
 from .dtypes import ComputeDtype, Precision
 from .gradients import Gradients, is_large
-from .storage import GroupMemory, Segments, Storage
+from .sources import (
+    COPY_OF_SHARDS,
+    IN_PLACE,
+    VIEW_OF_SHARDS,
+    AllGather,
+    CustomAllGather,
+    PartialShard,
+    Source,
+)
+from .storage import GroupMemory
 from .store import ParamStore
 from .user_changes import RequiresGrad
 
 # The oldest first, with the numbers of the lines that made it.
 all_groups: weakref.WeakKeyDictionary[Group, list[int]] = weakref.WeakKeyDictionary()
-
-
-class PartialShard:
-    """The rows of one group's unsharded parameters that each of n ranks keeps after forward, so
-    that only these n have to gather again."""
-
-    def __init__(
-        self, store: ParamStore, memory: GroupMemory, mesh: typing.Any, device: torch.device
-    ) -> None:
-        """Collective over the last dimension of a 2-D ``mesh``, once per process group."""
-        axis = axis_of(mesh.get_group(1))
-        self.communicator: Transport = communicator(axis, device)
-        self._tag = self.communicator.new_tag()
-        self._memory = memory
-        memory.allocate_params()  # an empty storage cannot be viewed
-        rows = self._rows = store.partial_rows(mesh, axis.rank, axis.ranks, memory.unsharded_params)
-        memory.free()
-        self._storage = Storage(rows.full)
-        self._segments = Segments(rows.full, axis.ranks)
-        self._storage.free()
-        self._held: Tensor | None = None  # [numel]
-        self._all_gather: Handle | None = None
-
-    @property
-    def is_held(self) -> bool:
-        return self._held is not None
-
-    def hold(self) -> list[nn.Parameter]:
-        """Copy this rank's rows of the unsharded parameters. Return parameters to show."""
-        full, ranks = self._rows.full, self.communicator.ranks
-        held = full.new_zeros(full.numel() // ranks)
-        params = self._rows.params(held)
-        # `.data`: the copy is not part of a graph.
-        parts = [_torch_private.local_part(param).data for param in params]
-        _torch_private.copy_together(parts, self._rows.own_rows)
-        self._held = held
-        return params
-
-    def begin_gather(self) -> None:
-        """Collective. Start the all-gather among the n ranks."""
-        assert self._held is not None
-        self._storage.allocate()
-        self._all_gather = self.communicator.begin_gather(
-            self._held, self._rows.full, self._segments, self._tag
-        )
-
-    def end_gather(self, what: str) -> None:
-        """Collective. Fill the unsharded parameters, and drop the rows."""
-        self._wait(what)
-        self._memory.allocate_params()
-        if self._rows.copies[0]:
-            _torch_private.copy_together(*self._rows.copies)
-        self.drop(what)
-
-    def drop(self, what: str) -> None:
-        """Forget the rows. Collective if an all-gather is in flight."""
-        if self._all_gather is None:
-            # An exception may have come before the handle was stored here.
-            self._all_gather = self.communicator.unfinished_gather(self._tag)
-        if not self.communicator.has_failed:
-            self._wait(what)
-        self._all_gather = self._held = None
-        self._storage.free()
-
-    def _wait(self, what: str) -> None:
-        if self._all_gather is not None:
-            self.communicator.end_gather(self._all_gather, what)
-            self._all_gather = None
 
 
 class Group:
@@ -127,9 +65,9 @@ class Group:
         assert all(each.ranks > 1 for each in self.tensor_parallel)  # connected once, here
         self.tags: dict[Transport, int] = {}  # by axis of several ranks, once these agree
         all_groups[self] = [line for _, line in traceback.walk_stack(None)]
-        self._all_gather: Handle | None = None  # in flight
-        # For the stream that issued the all-gather, or ran the user's
-        self._wait_for_issuer: Callable[[], None] | None = None
+        self._all_gather = AllGather(store, self.shard, device, self.offload)
+        self._custom = CustomAllGather(store, self.shard, device, self.offload, behavior)
+        self._source: Source = IN_PLACE  # of unsharded values, until they are readable or given up
         axes = ReduceAxes(
             self.shard,
             self.replica,
@@ -176,18 +114,16 @@ class Group:
 
     def set_name(self, name: str) -> None:
         """Set the name of the unit, for errors."""
-        self.name, self.gradients.what = name, f"the gradients of {name}"
+        self.name, self._what = name, f"the parameters of {name}"
+        self.gradients.what = f"the gradients of {name}"
 
     def use_tag(self, axis: Transport, tag: int) -> None:
         """Mark messages along an axis with this tag from now on."""
         self.tags[axis], axes = tag, self.gradients.axes
+        self._all_gather.tag = self.tags.get(self.shard, 0)
         if axis.has_tags:
             axes.shard_tag = self.tags.get(self.shard, axes.shard_tag)
             axes.replica_tag = self.tags.get(self.replica, axes.replica_tag)
-
-    @property
-    def _what(self) -> str:
-        return f"the parameters of {self.name}"
 
     # -- parameters
 
@@ -200,75 +136,34 @@ class Group:
         """Compute in this dtype from now on. Only while the group is sharded."""
         self.memory = self.memories[min(dtype, len(self.memories) - 1)]
 
-    def unshard(self, together: dict[Transport, list[Group]] | None = None) -> None:
-        """Collective. Start the all-gather, or add the group to ``together`` for the caller."""
-        memory, behavior = self.memory, self.behavior
-        if memory.aliased:
-            return
-        if memory.views_mapping:
-            memory.forget_writes()
-            return
-        if self.partial is not None and self.partial.is_held:
-            self.partial.begin_gather()
-            return
-        mapped = memory.mapped_copy
-        if mapped is not None:
-            mapped.is_due = bool(mapped.passes) and (
-                behavior is None or behavior.custom_all_gather is None
-            )
-            if mapped.is_due:
-                return
-        memory.allocate()
-        if self.store.has_extension:
-            self.store.pack()
-        if together is not None and self.shard.coalesces:
-            together.setdefault(self.shard, []).append(self)
-            return
-        side = side_stream(self.device, "gather")
-        if side is None:
-            self._begin_all_gather()
-            return
-        with side.work():
-            self._begin_all_gather()
-        self._wait_for_issuer = side.mark()
-
-    def _begin_all_gather(self) -> None:
-        shard, memory, behavior = self.store.shard, self.memory, self.behavior
-        if behavior is not None and behavior.custom_all_gather is not None:
-            _gather_by_custom(behavior, shard, memory, self.shard.rank)
-            return
-        self._all_gather = self.shard.begin_gather(
-            shard, memory.all_gather_output, memory.segments, self.tags.get(self.shard, 0)
-        )
-        if self.offload.is_offloaded:
-            self.offload.was_read()
-
-    def wait_for_unshard(self) -> None:
-        """Collective. Make the unsharded parameters readable."""
-        if self.partial is not None and self.partial.is_held:
-            self.partial.end_gather(self._what)
-            return
+    def choose_source(self) -> Source:
+        """Return where the unsharded values come from this time."""
         memory, mapped = self.memory, self.memory.mapped_copy
-        if mapped is not None and mapped.is_due:
-            memory.copy_out(mapped.copy)
-            return
-        self._end_all_gather()
-        if memory.has_copies:
-            memory.fill_unsharded_params()
+        source: Source = self._all_gather
+        if memory.aliased:
+            source = IN_PLACE
+        elif memory.views_mapping:
+            source = VIEW_OF_SHARDS
+        elif self.partial is not None and self.partial.is_held:
+            source = self.partial
+        elif self._custom.is_set:
+            source = self._custom
+        elif mapped is not None and mapped.passes:
+            source = COPY_OF_SHARDS
+        self._source = source
+        return source
 
-    def reshard(self, is_in_flight: bool = False) -> None:
-        """Free the unsharded parameters. Collective if their all-gather may be in flight."""
-        if self.partial is not None and self.partial.is_held:
-            self.partial.drop(self._what)
-        if self.behavior is not None:
-            self.memory.keeps_storage = self.behavior.keeps_storage or self.behavior.has_views
-        if is_in_flight:
-            if self._all_gather is None:
-                # An exception may have come before the handle was stored here.
-                self._all_gather = self.shard.unfinished_gather(self.tags.get(self.shard, 0))
-            if not self.shard.has_failed:
-                self._end_all_gather()  # memory that is being received into cannot be freed
-            self._all_gather = None
+    def finish_unshard(self) -> None:
+        """Make the unsharded parameters readable. Collective: the shard axis."""
+        self._source.end(self.memory, self._what)
+        self._source = IN_PLACE
+
+    def reshard(self, keeps_storage: bool = False) -> None:
+        """Free the unsharded parameters, except with ``keeps_storage``. Collective: the shard axis,
+        if their all-gather may be in flight."""
+        self._source.drop(self._what)
+        self._source = IN_PLACE
+        self.memory.keeps_storage = keeps_storage
         self.memory.free()
 
     def hold_partial(self) -> list[nn.Parameter]:
@@ -276,16 +171,9 @@ class Group:
         parameters, and return those to show instead."""
         assert self.partial is not None
         params = self.partial.hold()
+        self._source = self.partial
         self.memory.free()
         return params
-
-    def _end_all_gather(self) -> None:
-        if self._wait_for_issuer is not None:
-            self._wait_for_issuer()
-            self._wait_for_issuer = None
-        if self._all_gather is not None:
-            self.shard.end_gather(self._all_gather, self._what)
-            self._all_gather = None  # only now: if the wait raises, memory is still received into
 
     def gather_full(self, own: Tensor | None = None) -> Tensor:
         """Gather every rank's ``own`` [S], by default the shard; return [ranks * S], in new memory
@@ -313,34 +201,18 @@ class Group:
                 )
 
 
-def unshard_together(groups: Sequence[Group]) -> None:
-    """Collective. Start the all-gathers of a unit's groups, as one per axis where possible."""
-    together: dict[Transport, list[Group]] = {}
+def start_unshard(groups: Sequence[Group]) -> None:
+    """Start to unshard a unit's groups, with one all-gather per axis where possible. Collective:
+    the shard axis of each."""
+    together: dict[Transport, list[tuple[AllGather, GroupMemory]]] = {}
     for group in groups:
-        group.unshard(together)
-    for axis, members in together.items():
-        side = side_stream(members[0].device, "gather")
-        with contextlib.nullcontext() if side is None else side.work():
-            members[0]._all_gather = axis.begin_gathers(
-                [(g.store.shard, g.memory.all_gather_output, g.memory.segments) for g in members]
-            )
-            for group in members:
-                group.offload.was_read()
-        if side is not None:  # the first group waits for all, before the others do
-            members[0]._wait_for_issuer = side.mark()
-
-
-def _gather_by_custom(behavior: Behavior, own: Tensor, memory: GroupMemory, rank: int) -> None:
-    """All-gather ``own`` [S], cast if need be, by the user's function. Collective."""
-    custom, full = behavior.custom_all_gather, memory.all_gather_output
-    output = custom.allocate((full.numel(),), dtype=full.dtype, device=full.device)
-    source = output.narrow(0, rank * own.numel(), own.numel()).copy_(own)
-    work = custom(
-        output_tensor=output, input_tensor=source, group=behavior.process_group, async_op=False
-    )
-    if work is not None:
-        work.wait()
-    full.data.copy_(output)
+        source, memory = group.choose_source(), group.memory
+        if type(source) is AllGather and source.axis.coalesces and len(groups) > 1:
+            together.setdefault(source.axis, []).append((source, memory))
+        else:
+            source.begin(memory)
+    for gathers in together.values():
+        AllGather.begin_together(gathers)
 
 
 class Communicators:
@@ -356,7 +228,7 @@ class Communicators:
         """Use the communicators of ``groups`` from now on."""
         groups = list(groups)
         found = [each for group in groups for each in (group.shard, group.replica)]
-        found += [group.partial.communicator for group in groups if group.partial is not None]
+        found += [group.partial.axis for group in groups if group.partial is not None]
         self._communicators = list(dict.fromkeys(each for each in found if each.ranks > 1))
         self.have_tags = all(communicator.has_tags for communicator in self._communicators)
         offloads = [group.offload for group in groups if group.offload.is_offloaded]

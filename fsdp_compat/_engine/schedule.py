@@ -145,7 +145,7 @@ class Rounds:
         unit = order.to_issue.pop(0)
         if self._inside and unit.residency is Residency.UNSHARDED:
             unit.unshard_for_others()
-        unit.unshard(unit.wanted_dtype())
+        unit.start_unshard(unit.wanted_dtype())
         if self._inside and unit is not in_use and unit.residency is Residency.UNSHARDING:
             unit.reshard()  # one unit at a time; using it later begins another round
         order.after_gather(unit)
@@ -206,15 +206,15 @@ class Gathering:
         ):  # kept since forward, but the user has changed the sharded parameters, now shown
             unit.reshard()
         if unit.residency in NOT_UNSHARDED or unit.dtype is not dtype:
-            unit.unshard(dtype)
+            unit.start_unshard(dtype)
         following = order.advance(unit)
         # Before prefetching, so that the next unit can reuse the memory of this one's output. In
         # forward, where less memory is held, the prefetch need not wait for the copy.
         if unit.copies_out and (backward or self.streams is None):
-            unit.wait_for_unshard()
+            unit.finish_unshard()
         if not rounds.is_fixed_order:
             self._prefetch(unit, following, backward)
-        unit.wait_for_unshard()
+        unit.finish_unshard()
         if not unit.view.shows_unsharded:
             unit.view.show_unsharded()
         elif unit.behavior.freshness is not None:
@@ -230,13 +230,13 @@ class Gathering:
                 if other.runtime is unit.runtime and (
                     not backward or other.behavior.unshard_in_backward
                 ):
-                    other.unshard(ComputeDtype.TRAIN)
+                    other.start_unshard(ComputeDtype.TRAIN)
         elif following is not None and (
             (self._prefetches_backward and following.behavior.unshard_in_backward)
             if backward
             else self._prefetches_forward
         ):
-            following.unshard(
+            following.start_unshard(
                 following.wanted_dtype()
                 if following.options.full_precision_in_eval
                 else ComputeDtype.TRAIN

@@ -117,7 +117,6 @@ class MappedCopy:
     copy: _Copy
     passes: Collection[object]  # that all ranks are in now: only then shards may be read
     num_holders: int  # of the parameters' memory, through ``copy``
-    is_due: bool = False  # ``unshard`` has started no all-gather: ``wait_for_unshard`` copies
 
 
 class GroupMemory:

@@ -11,10 +11,10 @@ With ``ranks`` shard ranks, S elements per rank, and P parameters in the group:
                         the shard                              ``parameters()`` between steps: one
                                                                flat parameter, or one per original
                                                                parameter
-    all_gather_output   [ranks*S]   GroupMemory, one per       from ``unshard`` to ``reshard``; if
-                                    dtype computed in          parameters do not view it, until they
-                                                               are copied out of it; always, if
-                                                               mapped
+    all_gather_output   [ranks*S]   GroupMemory, one per       from ``start_unshard`` to
+                                    dtype computed in          ``reshard``; if parameters do not
+                                                               view it, until they are copied out of
+                                                               it; always, if mapped
     unsharded           P original  store, kept by             with all_gather_output, which they
     parameters          shapes      GroupMemory                view; otherwise in own storages, from
                                                                the copy to ``reshard``

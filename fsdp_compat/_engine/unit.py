@@ -19,7 +19,7 @@ from . import events
 from .behavior import Behavior
 from .buffers import CastBuffers
 from .dtypes import ComputeDtype, map_tensors
-from .group import Group, unshard_together
+from .group import Group, start_unshard
 from .module_view import ModuleView, TensorAttributes
 from .store import ModuleSlot
 from .user_changes import Freshness
@@ -219,7 +219,7 @@ class Unit:
         self.residency = Residency.UNSHARDING
         events.tell(events.UNSHARDING, self.label)
 
-    def unshard(self, dtype: ComputeDtype = ComputeDtype.TRAIN) -> None:
+    def start_unshard(self, dtype: ComputeDtype = ComputeDtype.TRAIN) -> None:
         """Collective. Start the all-gather, unless it was started in this dtype."""
         if self.dtype is not dtype and not self.running and not self.view.summoned:
             self.reshard()
@@ -236,11 +236,7 @@ class Unit:
             shown = _torch_private.is_profiling() and _torch_private.begin_range(
                 "all_gather", self.label
             )
-            if len(self.groups) > 1 and self.behavior.custom_all_gather is None:
-                unshard_together(self.groups)
-            else:
-                for group in self.groups:
-                    group.unshard()
+            start_unshard(self.groups)
             if shown:
                 shown.close()
 
@@ -250,7 +246,7 @@ class Unit:
             for _ in {group.shard for group in self.groups if group.shard.ranks > 1}:
                 _torch_private.count_collective("_allgather_base_")
 
-    def wait_for_unshard(self) -> None:
+    def finish_unshard(self) -> None:
         """Collective. Make the unsharded parameters readable."""
         if self.residency is Residency.UNSHARDING:
             events.tell(events.WAITING, self.label)
@@ -258,7 +254,7 @@ class Unit:
                 "wait_for_all_gather", self.label
             )
             for group in self.groups:
-                group.wait_for_unshard()
+                group.finish_unshard()
             if shown:
                 shown.close()
             self.residency = Residency.UNSHARDED
@@ -275,9 +271,9 @@ class Unit:
         if self.residency is not Residency.SHARDED:
             self.behavior.has_views = self.behavior.num_holders >= 0 and self._has_views()
             self.view.hide_partial()
-            is_in_flight = self.residency is Residency.UNSHARDING
+            keeps_storage = self.behavior.keeps_storage or self.behavior.has_views
             for group in self.groups:
-                group.reshard(is_in_flight)
+                group.reshard(keeps_storage)
             self.residency = Residency.SHARDED
             self.behavior.kept = None
 
@@ -370,8 +366,8 @@ class Unit:
     def unshard_for_others(self) -> None:
         """Collective. Gather an unsharded unit again for other ranks that gather it."""
         self.residency = Residency.SHARDED  # as on those ranks
-        self.unshard(self.dtype)
-        self.wait_for_unshard()
+        self.start_unshard(self.dtype)
+        self.finish_unshard()
 
     def track_call(self, call: Call, nodes: Sequence[Any]) -> None:
         """Remember a finished call, for the order of reductions. nodes: of its outputs."""

@@ -26,7 +26,7 @@ class UnitHandle(UnshardHandle):
         unit, self._unit = self._unit, None
         if unit is None:
             return
-        unit.wait_for_unshard()
+        unit.finish_unshard()
         if unit.residency is Residency.UNSHARDED:
             unit.view.show_unsharded()
             unit.watch_holders(in_graph=False)

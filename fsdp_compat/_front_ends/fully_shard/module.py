@@ -170,7 +170,7 @@ class FSDPModule(_Module):
         unit = state.ready_unit()
         if not unit.is_fresh:
             unit.reshard()
-        unit.unshard()
+        unit.start_unshard()
         state.behavior.pinned = True
         handle = UnitHandle(unit)
         if async_op:

@@ -21,9 +21,10 @@ from ..._engine import agreement, hooks, rendezvous
 from ..._engine.behavior import Behavior, ReducePolicy
 from ..._engine.checks import refuse_in_pass
 from ..._engine.dtypes import Precision
-from ..._engine.group import Group, PartialShard
+from ..._engine.group import Group
 from ..._engine.runtime import Runtime
 from ..._engine.schedule import Prefetch, RuntimeOptions
+from ..._engine.sources import PartialShard
 from ..._engine.unit import Residency, Unit, UnitOptions
 from ..._features.description import UnitFacts, stored_dtype
 from ..._state import optimizer_checks
