@@ -420,8 +420,8 @@ BREAKS = (
     ),
     Break(
         "kept parameters taken for fresh after an update",
-        "return freshness is not None and freshness.is_current",
-        "return freshness is not None",
+        "return self.freshness is not None and self.freshness.is_current",
+        "return self.freshness is not None",
         f"{FULLY_SHARD}/test_programs.py -k updated_after_the_last",
     ),
     Break(
@@ -625,7 +625,7 @@ BREAKS = (
     ),
     Break(
         "units reduced without tags before all of their calls have passed",
-        "call.seen_by != backward.serial and call.runs_now()",
+        "(not at_end and unit.calls_left(backward.serial))",
         "False",
         "tests/gpu/test_order_of_collectives.py -k two_forwards",
     ),

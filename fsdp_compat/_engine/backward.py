@@ -133,7 +133,7 @@ class BackwardRunner:
         most once, in one order on all ranks. If so, they are reduced during backward; otherwise
         none is gathered twice or reduced before its end."""
         places = {unit: place for place, unit in enumerate(self._gathering.in_backward)}
-        calls = [(call, unit) for unit in self._units for call in unit.calls_left()]
+        calls = [(call, unit) for unit in self._units for call in unit.calls_left(backward.serial)]
         calls.sort(key=lambda each: -each[0].end_tick)
         reached = [places[unit] for _, unit in calls]
         is_in_order = all(map(operator.lt, reached, reached[1:]))
@@ -222,15 +222,6 @@ class BackwardRunner:
         if unit.behavior.unshard_in_backward:
             self._gathering.unshard_for_use(unit, call.dtype, backward=True)
 
-    @staticmethod
-    def _has_calls_left(unit: Unit, backward: Backward) -> bool:
-        """True if the running graph has yet to reach calls of the unit: gradients are missing."""
-        for reference in unit.behavior.calls_in_graphs:
-            call = reference()
-            if call is not None and call.seen_by != backward.serial and call.runs_now():
-                return True
-        return False
-
     @_torch_private.outside_transforms
     def on_gradient(self, group: Group, index: int, param: nn.Parameter) -> None:
         """Begin a backward that passes no output of a unit. Move the accumulated gradient to the
@@ -253,7 +244,7 @@ class BackwardRunner:
         if not keeps and unit.behavior.reshard_after_backward:
             unit.reshard()  # first: gradients may need the memory
         # Without tags, ranks must not reduce what happens to be complete already.
-        if backward.defers or (not at_end and self._has_calls_left(unit, backward)):
+        if backward.defers or (not at_end and unit.calls_left(backward.serial)):
             return
         if self._side is None:
             self._reduce(unit, backward)

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from .._comm.transport import Transport
 from .device import ON_DEVICE, OffloadPolicy
-from .user_changes import Freshness
 
 
 class CommHook(typing.NamedTuple):
@@ -61,7 +60,7 @@ class ReducePolicy:
 
 @dataclasses.dataclass(eq=False)
 class Behavior:
-    """How one unit behaves: what the user may change, and state that only such units need."""
+    """What the user may change about one unit."""
 
     reshard_after_forward: bool = True
     # With reshard_after_forward: ranks that each keep rows of the unsharded parameters after
@@ -74,28 +73,12 @@ class Behavior:
     allow_unused_units: bool = False  # ranks may use different units, and so parameters
     keeps_storage: bool = False  # unsharded parameters keep their memory while the unit is sharded
     output_dtype: torch.dtype | None = None  # of forward's outputs; None: as they are
-    # Set by the user's unshard(), until the next forward has ended or reshard() is called.
-    pinned: bool = False
     forward_prefetch: Sequence[Behavior] = ()  # unsharded with this unit; (): a guess is
     backward_prefetch: Sequence[Behavior] = ()
     # The user's: has allocate(size, dtype=, device=), and is called with (output_tensor=,
     # input_tensor=, group=, async_op=).
     custom_all_gather: Any = None
     process_group: dist.ProcessGroup | None = None  # of the shard axis, for the user's collectives
-    unit: Any = None  # a Unit, once it exists
-    num_holders: int = -1  # of the unsharded parameters' memory, see Unit.watch_holders
-    fewest_holders: int = 0  # ever seen; 0: not counted yet
-    has_views: bool = False  # the user holds views of unsharded parameters: memory is not freed
-    # None: the unit is unsharded only inside and between forward and backward, and modules show
-    # sharded parameters in between.
-    freshness: Freshness | None = None
-    # Without it: while the unit stays unsharded after a forward without a graph
-    kept: Freshness | None = None
-    # Without tags: weak references to calls with graphs. A backward must pass all of them before
-    # the unit is reduced.
-    calls_in_graphs: list[Any] = dataclasses.field(default_factory=list)
-    # Of a unit of several modules: those not called yet in this pass.
-    modules_to_run: set[nn.Module] = dataclasses.field(default_factory=set)
 
 
 @dataclasses.dataclass(eq=False)

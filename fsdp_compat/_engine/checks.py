@@ -117,7 +117,7 @@ class Checks:
         # Whether every parameter and buffer has values, checked before the first forward. In a
         # simulation on the meta device none has; with fully_shard it is up to the user.
         self._has_values = root.options.device.type == "meta" or not any(
-            unit.behavior.freshness is None for unit in units
+            unit.freshness is None for unit in units
         )
 
     def use_groups(self, groups: Iterable[Group]) -> None:
@@ -154,7 +154,7 @@ class Checks:
         """Adopt or refuse what the user has changed between steps."""
         moved = self.changes.sharded.changed()
         for unit in self._units:
-            if moved and unit.behavior.kept is not None:
+            if moved and unit.kept is not None:
                 unit.reshard()
             for group in () if unit.view.summoned else unit.groups:
                 _require_reduced(group)

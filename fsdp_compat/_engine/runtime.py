@@ -155,8 +155,8 @@ class Runtime:
             if outermost and not recomputing:
                 self._begin_forward()
             self._stack.append(call)
-            if call.module is not None and not recomputing and not unit.behavior.modules_to_run:
-                unit.behavior.modules_to_run.update(unit.modules)
+            if call.module is not None and not recomputing and not unit.modules_to_run:
+                unit.modules_to_run.update(unit.modules)
             self._gathering.unshard_for_use(unit, call.dtype, recomputing)
             unit.running += 1
             call.counted = True
@@ -229,16 +229,16 @@ class Runtime:
         if self._streams is not None:
             self._streams.join()
         if call.module is not None:
-            unit.behavior.modules_to_run.discard(call.module)
-        if not unit.behavior.modules_to_run:
+            unit.modules_to_run.discard(call.module)
+        if not unit.modules_to_run:
             self._gathering.after_forward(unit, in_graph)
         if not self._stack:
             self._end_forward(has_raised, in_graph)
 
     def _end_forward(self, has_raised: bool, in_graph: bool) -> None:
         for unit in self._units_of_several:
-            if unit.behavior.modules_to_run:  # its other modules were not called
-                unit.behavior.modules_to_run.clear()
+            if unit.modules_to_run:  # its other modules were not called
+                unit.modules_to_run.clear()
                 self._gathering.after_forward(unit, True)
         self._gathering.end_forward()
         for unit in self._units_with_parts:
@@ -267,7 +267,7 @@ class Runtime:
         self.backward.discard()
         for unit in self.units:
             unit.running = 0
-            unit.behavior.modules_to_run.clear()
+            unit.modules_to_run.clear()
             unit.reshard()
 
     def set_comm_hook(self, hook: CommHook) -> None:

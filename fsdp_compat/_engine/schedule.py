@@ -176,6 +176,7 @@ class Gathering:
         self.mapped = MappedShards()
         self.forward_order, self.backward_order = Order(), Order()
         self.rounds = Rounds(units, communicators, self.forward_order, options.allow_unused_units)
+        self._unit_of = {unit.behavior: unit for unit in units}
         self._prefetches_forward = options.forward_prefetch
         self._prefetches_backward = options.backward_prefetch is Prefetch.PRE
         # The unit that backward will need first, judging by the previous backward; it is not
@@ -199,7 +200,7 @@ class Gathering:
         if rounds.is_fixed_order:
             rounds.gather_before(unit, order)
         if (
-            unit.behavior.freshness is not None
+            unit.freshness is not None
             and unit.residency is Residency.UNSHARDED
             and not unit.view.shows_unsharded
             and not unit.is_fresh
@@ -217,7 +218,7 @@ class Gathering:
         unit.finish_unshard()
         if not unit.view.shows_unsharded:
             unit.view.show_unsharded()
-        elif unit.behavior.freshness is not None:
+        elif unit.freshness is not None:
             unit.view.keep_showing_unsharded()
 
     def _prefetch(self, unit: Unit, following: Unit | None, backward: bool) -> None:
@@ -225,12 +226,9 @@ class Gathering:
         behavior = unit.behavior
         listed = behavior.backward_prefetch if backward else behavior.forward_prefetch
         if listed:
-            units = [other.unit for other in listed if other.unit is not None]
-            for other in units:
-                if other.runtime is unit.runtime and (
-                    not backward or other.behavior.unshard_in_backward
-                ):
-                    other.start_unshard(ComputeDtype.TRAIN)
+            for other in map(self._unit_of.get, listed):
+                if other is not None and (not backward or other.behavior.unshard_in_backward):
+                    other.start_unshard()
         elif following is not None and (
             (self._prefetches_backward and following.behavior.unshard_in_backward)
             if backward
@@ -245,7 +243,7 @@ class Gathering:
     def after_forward(self, unit: Unit, in_graph: bool) -> None:
         """End the last running call of ``unit``. in_graph: backward will use it."""
         behavior, keeps = unit.behavior, in_graph and not self.rounds.is_fixed_order
-        if behavior.freshness is None:
+        if unit.freshness is None:
             # In a fixed order none is kept, so that ranks gather the same units again.
             if keeps and (
                 not behavior.reshard_after_forward
@@ -258,9 +256,9 @@ class Gathering:
             else:  # evaluation and generation call it repeatedly
                 unit.stay_unsharded()
             return
-        behavior.pinned = False
+        unit.pinned = False
         if not behavior.reshard_after_forward and not self.rounds.is_fixed_order:
-            unit.watch_holders(in_graph)
+            unit.views_of_users.watch(in_graph)
             return  # even after a forward without a graph: generation calls it repeatedly
         if keeps and behavior.partial_ranks:
             unit.reshard_to_partial()

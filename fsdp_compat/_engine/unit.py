@@ -142,6 +142,41 @@ class Call:
         return unit
 
 
+class ViewsOfUsers:
+    """Views of a unit's unsharded parameters that seem to outlive these: their memory is not freed,
+    because reading it would crash the process."""
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self._groups = groups
+        self._expected = -1  # holders of the memory without further views; -1: unknown
+        self._fewest = 0  # holders ever counted; 0: never counted
+
+    def watch(self, in_graph: bool) -> None:
+        """Count the holders of unsharded memory after a pass that leaves the unit unsharded. Later
+        ones are the user's views, unless a graph holds some."""
+        now = -1 if in_graph else self._num_holders()
+        # Views that users kept from earlier times do not count as the engine's.
+        self._expected = min(now, self._fewest) if self._fewest else now
+        if not in_graph:
+            self._fewest = self._expected
+
+    def _num_holders(self) -> int:
+        return sum(group.memory.num_holders for group in self._groups)
+
+    def exist(self) -> bool:
+        """True if there are more holders than ``watch`` has counted, which counts once."""
+        expected, self._expected = self._expected, -1
+        return expected >= 0 and self._num_holders() > expected
+
+
+_VIEWS_OUTLIVE = (
+    "Views of unsharded parameters of {} outlive these, for example detached ones of "
+    "named_parameters(). They keep the memory of all unsharded parameters of the unit, and their "
+    "values change at the next all-gather. Clone them, or call reshard() first and use the sharded "
+    "parameters."
+)
+
+
 class Unit:
     """The groups of one module, unsharded together around its forward calls and backwards."""
 
@@ -157,14 +192,23 @@ class Unit:
         self.modules, self.groups, self.options = tuple(modules) or (module,), list(groups), options
         self.buffers: CastBuffers | None = None  # those that are cast, if any
         self.behavior = behavior or Behavior(options.reshard_after_forward)
-        if behavior is not None:
-            behavior.unit = self
-            behavior.freshness = Freshness([group.store for group in groups])
+        # None: the unit is unsharded only inside and between forward and backward, and modules show
+        # sharded parameters in between.
+        self.freshness = None if behavior is None else Freshness([g.store for g in groups])
+        # Without it: while the unit stays unsharded after a forward without a graph
+        self.kept: Freshness | None = None
+        # Set by the user's unshard(), until the next forward has ended or reshard() is called.
+        self.pinned = False
+        self.views_of_users = ViewsOfUsers(self.groups)
         self.owner: Callable[[], nn.Module | None] = lambda: None  # weak: the wrapper, if any
         self.runtime: Any = None  # a Runtime, which sets this and the next
         self.label = "a unit"  # for errors
         self.running = 0  # forward calls that have begun and not ended
+        self.modules_to_run: set[nn.Module] = set()  # if there are several: not called in this pass
         self.calls: list[Call] = []  # between pre-backward and post-backward
+        # Without tags: calls with graphs. A backward must pass all of them before the unit is
+        # reduced.
+        self._calls_in_graphs: list[weakref.ref[Call]] = []
         self.uninitialised: list[Uninitialised] = []  # checked before the first forward
         self.residency = Residency.SHARDED  # only this class sets it
         self.dtype = ComputeDtype.TRAIN  # of the unsharded parameters, now or last
@@ -229,8 +273,8 @@ class Unit:
                 group.use_dtype(dtype)
         if self.residency in NOT_UNSHARDED and not self.view.summoned:
             self._begin_unshard()
-            if self.behavior.freshness is not None:
-                self.behavior.freshness.record()
+            if self.freshness is not None:
+                self.freshness.record()
             if _torch_private.counts_collectives():
                 self._count_gathers()
             shown = _torch_private.is_profiling() and _torch_private.begin_range(
@@ -265,45 +309,20 @@ class Unit:
         unit, in which a backward may run (forces = autograd.grad(energy, x))."""
         if self.running:
             return
-        self.behavior.pinned = False
+        self.pinned = False
         if self.view.shows_unsharded:
             self.view.show_sharded()
         if self.residency is not Residency.SHARDED:
-            self.behavior.has_views = self.behavior.num_holders >= 0 and self._has_views()
+            keeps_storage = self.behavior.keeps_storage
+            if self.views_of_users.exist():
+                if not keeps_storage:
+                    warnings.warn(_VIEWS_OUTLIVE.format(self.label), stacklevel=2)
+                keeps_storage = True
             self.view.hide_partial()
-            keeps_storage = self.behavior.keeps_storage or self.behavior.has_views
             for group in self.groups:
                 group.reshard(keeps_storage)
             self.residency = Residency.SHARDED
-            self.behavior.kept = None
-
-    def watch_holders(self, in_graph: bool) -> None:
-        """Count the holders of unsharded memory after a pass that leaves the unit unsharded. Later
-        ones are the user's views, unless a graph holds some."""
-        behavior, now = self.behavior, -1 if in_graph else self._num_holders()
-        # Views that users kept from earlier times do not count as the engine's.
-        behavior.num_holders = min(now, behavior.fewest_holders) if behavior.fewest_holders else now
-        if not in_graph:
-            behavior.fewest_holders = behavior.num_holders
-
-    def _num_holders(self) -> int:
-        return sum(group.memory.num_holders for group in self.groups)
-
-    def _has_views(self) -> bool:
-        """True if views of unsharded parameters seem to outlive them: their memory is not freed,
-        because reading it would crash the process."""
-        before, self.behavior.num_holders = self.behavior.num_holders, -1
-        if self._num_holders() <= before:
-            return False
-        if not self.behavior.keeps_storage:
-            warnings.warn(
-                f"Views of unsharded parameters of {self.label} outlive these, for example "
-                "detached ones of named_parameters(). They keep the memory of all unsharded "
-                "parameters of the unit, and their values change at the next all-gather. Clone "
-                "them, or call reshard() first and use the sharded parameters.",
-                stacklevel=3,
-            )
-        return True
+            self.kept = None
 
     @property
     def is_mapped(self) -> bool:
@@ -321,9 +340,9 @@ class Unit:
             self.reshard()
             return
         self.view.show_sharded()
-        if self.behavior.kept is None:
-            self.behavior.kept = Freshness(stores)
-            self.behavior.kept.record()
+        if self.kept is None:
+            self.kept = Freshness(stores)
+            self.kept.record()
 
     def keep_values(self) -> None:
         """Keep the values of a unit that stays unsharded after a pass (GroupMemory.keep_values)."""
@@ -347,20 +366,18 @@ class Unit:
     @property
     def is_fresh(self) -> bool:
         """True if the unsharded parameters have the values of the sharded ones."""
-        freshness = self.behavior.freshness
-        return freshness is not None and freshness.is_current
+        return self.freshness is not None and self.freshness.is_current
 
     @property
     def stays_unsharded(self) -> bool:
         """True if the user wants the unit unsharded in a new pass, and its values are current."""
-        behavior = self.behavior
-        if behavior.kept is not None:
-            return behavior.kept.is_current and not torch.is_grad_enabled()
+        if self.kept is not None:
+            return self.kept.is_current and not torch.is_grad_enabled()
         return (
-            behavior.pinned
-            or bool(behavior.modules_to_run)
-            or not behavior.reshard_after_forward
-            or not behavior.reshard_after_backward
+            self.pinned
+            or bool(self.modules_to_run)
+            or not self.behavior.reshard_after_forward
+            or not self.behavior.reshard_after_backward
         ) and self.is_fresh
 
     def unshard_for_others(self) -> None:
@@ -372,14 +389,14 @@ class Unit:
     def track_call(self, call: Call, nodes: Sequence[Any]) -> None:
         """Remember a finished call, for the order of reductions. nodes: of its outputs."""
         call.inside = _torch_private.nodes_before(nodes)
-        behavior = self.behavior
-        behavior.calls_in_graphs = [each for each in behavior.calls_in_graphs if each() is not None]
-        behavior.calls_in_graphs.append(weakref.ref(call))
+        alive = [reference for reference in self._calls_in_graphs if reference() is not None]
+        self._calls_in_graphs = [*alive, weakref.ref(call)]
 
-    def calls_left(self) -> list[Call]:
-        """Without tags: return the calls that are in the running graph."""
-        calls = [reference() for reference in self.behavior.calls_in_graphs]
-        return [call for call in calls if call is not None and call.runs_now()]
+    def calls_left(self, serial: int) -> list[Call]:
+        """Without tags: return the calls that the running backward, with this serial, has yet to
+        reach."""
+        calls = [reference() for reference in self._calls_in_graphs]
+        return [c for c in calls if c is not None and c.seen_by != serial and c.runs_now()]
 
     def forget_calls(self) -> None:
         """In post-backward: no call needs the unit any more."""

@@ -285,7 +285,7 @@ def assert_idle(runtime: Runtime) -> None:
     assert not runtime._stack
     assert not runtime.backward.is_running
     for unit in runtime.units:
-        kept = unit.behavior.kept is not None and not unit.options.reshard_after_forward
+        kept = unit.kept is not None and not unit.options.reshard_after_forward
         is_sharded = unit.residency is Residency.SHARDED
         assert kept or is_sharded, f"{unit.label} was left {unit.residency.name}"
         assert not unit.view.shows_unsharded, f"{unit.label} shows full parameters"

@@ -29,7 +29,7 @@ class UnitHandle(UnshardHandle):
         unit.finish_unshard()
         if unit.residency is Residency.UNSHARDED:
             unit.view.show_unsharded()
-            unit.watch_holders(in_graph=False)
+            unit.views_of_users.watch(in_graph=False)
         if unit.runtime is None or not unit.runtime.runs:
             for group in unit.groups:
                 group.shard.settle("parameters that this rank has sent")

@@ -171,7 +171,7 @@ class FSDPModule(_Module):
         if not unit.is_fresh:
             unit.reshard()
         unit.start_unshard()
-        state.behavior.pinned = True
+        unit.pinned = True
         handle = UnitHandle(unit)
         if async_op:
             return handle

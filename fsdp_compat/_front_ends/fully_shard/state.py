@@ -304,8 +304,8 @@ class ShardedModules:
 
     def reshard(self) -> None:
         """Free the unsharded parameters, unless a forward of the modules runs."""
-        self.behavior.pinned = False
         if self.unit is not None:
+            self.unit.pinned = False
             self.unit.reshard()
 
     # -- what clients read: _install/contents.py says who
