@@ -227,7 +227,7 @@ class FullyShardedDataParallel(ClientAttributes):
 
         Collective: all ranks of the model's process group."""
         unit = self._fsdp_model_unit.unit
-        return unit.runtime.run(unit, unit.module, args, kwargs)
+        return runtime_of(unit).run(unit, unit.module, args, kwargs)
 
     def extra_repr(self) -> str:
         """Return how the unit is sharded, for ``print(model)``; "" if construction has failed."""

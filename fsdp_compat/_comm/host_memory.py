@@ -16,7 +16,7 @@ from .environment import map_from_nbytes
 HUGE_NBYTES = 1 << 21
 
 # None if the C library does not have the function.
-_libc = None if sys.platform == "win32" else ctypes.CDLL(None)
+_libc = ctypes.CDLL(None)
 _malloc_trim = getattr(_libc, "malloc_trim", None)
 _madvise = getattr(_libc, "madvise", None) if sys.platform == "linux" else None
 if _madvise is not None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from .._comm.transport import Transport
 from .device import ON_DEVICE, OffloadPolicy
@@ -66,7 +67,7 @@ class Behavior:
     # With reshard_after_forward: ranks that each keep rows of the unsharded parameters after
     # forward, and all-gather only among them in backward; 0: all ranks gather again.
     partial_ranks: int = 0
-    partial_mesh: Any = None  # a 2-D DeviceMesh (outer, partial_ranks)
+    partial_mesh: DeviceMesh | None = None  # 2-D: (outer, partial_ranks)
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
     reduction: ReducePolicy = dataclasses.field(default_factory=ReducePolicy)

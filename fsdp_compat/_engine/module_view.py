@@ -19,7 +19,7 @@ from .. import _torch_private
 from ..errors import StateError
 from .bulk_dict import BulkDict, DictEntry, make_swap
 from .dtypes import OPAQUE, ComputeDtype, contents_of, map_tensors
-from .placeholders import Placeholders
+from .placeholders import Placeholders, UnitOfModules
 from .store import ModuleSlot
 from .user_changes import values_lost
 
@@ -29,9 +29,12 @@ class ModuleView:
     inside forward, and from pre-backward to post-backward. A freed parameter is never shown."""
 
     def __init__(
-        self, unit: Any, unsharded: Sequence[Sequence[ModuleSlot]], sharded: Sequence[ModuleSlot]
+        self,
+        unit: UnitOfModules,
+        unsharded: Sequence[Sequence[ModuleSlot]],
+        sharded: Sequence[ModuleSlot],
     ) -> None:
-        """Show the sharded parameters. unit: a Unit. unsharded: by ComputeDtype."""
+        """Show the sharded parameters. unsharded: by ComputeDtype."""
         self._unit = weakref.ref(unit)
         self._from_partial: _Swap | None = None  # while rows of unsharded parameters are shown
         self.shows_unsharded = False
@@ -45,7 +48,9 @@ class ModuleView:
     def _set_slots(
         self, unsharded: Sequence[Sequence[ModuleSlot]], sharded: Sequence[ModuleSlot]
     ) -> None:
-        self._placeholders = Placeholders(self._unit(), unsharded[0], sharded)
+        unit = self._unit()
+        assert unit is not None
+        self._placeholders = Placeholders(unit, unsharded[0], sharded)
         always = self._placeholders.always
         self._swaps = [  # by ComputeDtype
             (_Swap(sharded, slots, away=always), _Swap(slots, sharded, here=always))

@@ -9,20 +9,21 @@ unit is unsharded."""
 
 from __future__ import annotations
 
+import re
 import typing
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..errors import StateError
 from .bulk_dict import BulkDict, DictEntry
 from .store import ModuleSlot
 
-_METADATA = {"dim", "dtype", "is_complex", "is_floating_point", "ndim", "ndimension"}
+_METADATA = {"device", "dim", "dtype", "is_complex", "is_floating_point", "ndim", "ndimension"}
 _METADATA |= {"numel", "shape", "size"}
+_COMPARISONS = ("__ge__", "__gt__", "__le__", "__lt__")
 _READ, _ASSIGNMENT = "its attribute {!r}", "an assignment to its attribute {!r}"
 _FREEZING = (_READ.format("requires_grad_"), _ASSIGNMENT.format("requires_grad"))
 
@@ -31,21 +32,32 @@ class UsedWhileSharded(StateError, AttributeError):
     """A parameter was used while its unit is sharded. An AttributeError, for ``hasattr``."""
 
 
+class UnitOfModules(typing.Protocol):
+    """What is asked of a unit here."""
+
+    label: str
+
+    @property
+    def module(self) -> nn.Module: ...
+
+    @property
+    def is_guarded(self) -> bool: ...
+
+
 class ShardedPlaceholder:
     """Refuses every use of a parameter, except of the shape and dtype of the whole one."""
 
     # __weakref__: RNNs keep weak references to their weights.
-    __slots__ = ("__weakref__", "_attribute", "_device", "_like", "_module", "_unit")
+    __slots__ = ("__weakref__", "_attribute", "_like", "_module", "_unit")
 
-    def __init__(self, unit: Any, module: nn.Module, attribute: str, like: Tensor) -> None:
-        """unit: a Unit. like: has the shape and dtype of the whole parameter."""
+    def __init__(self, unit: UnitOfModules, module: nn.Module, attribute: str, like: Tensor):
+        """like: the unsharded parameter, which has the shape and dtype of the whole one."""
         self._unit, self._module = weakref.ref(unit), weakref.ref(module)
-        self._attribute = attribute
-        self._like, self._device = torch.empty_like(like, device="meta"), like.device
+        self._attribute, self._like = attribute, like
 
     def _used(self, use: str) -> typing.NoReturn:
         unit, module = self._unit(), self._module()
-        named = unit.module.named_modules() if unit is not None else ()
+        named = () if unit is None else unit.module.named_modules()
         path = next((f"{name}." for name, child in named if child is module and name), "")
         label = unit.label if unit is not None else "a unit that no longer exists"
         raise UsedWhileSharded.of(
@@ -76,13 +88,9 @@ class ShardedPlaceholder:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        found = _first_placeholder((args, kwargs or {}))
-        assert found is not None
-        found._used(f"{getattr(func, '__name__', func)}() of it")
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
+        placeholder = _first_placeholder((args, kwargs or {}))
+        assert placeholder is not None
+        placeholder._used(f"{getattr(func, '__name__', func)}() of it")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in ShardedPlaceholder.__slots__:
@@ -97,10 +105,8 @@ class ShardedPlaceholder:
         self._used(_READ.format(name))
 
     def __repr__(self) -> str:
-        return (
-            f"<sharded parameter {self._attribute!r} of shape {tuple(self._like.shape)}, "
-            f"{self._like.dtype}>"
-        )
+        like = self._like
+        return f"<sharded parameter {self._attribute!r} of shape {tuple(like.shape)}, {like.dtype}>"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedPlaceholder:
         return self  # a copy of a module inside a wrapper refuses uses, too
@@ -109,28 +115,25 @@ class ShardedPlaceholder:
         self._used("a pickle of it")
 
 
-def _operator(name: str) -> Callable[..., Any]:
+def _refusal(name: str) -> Callable[..., Any]:
     def refuse(self: ShardedPlaceholder, *args: Any) -> Any:
         self._used(f"{name} of it")
 
     return refuse
 
 
-for _name in (
-    *("add", "and", "floordiv", "matmul", "mod", "mul", "or", "pow", "sub", "truediv"),
-    *("radd", "rand", "rfloordiv", "rmatmul", "rmod", "rmul", "ror", "rpow", "rsub", "rtruediv"),
-    *("iadd", "imul", "isub", "itruediv", "ge", "gt", "le", "lt", "array", "index"),
-    *("abs", "bool", "float", "getitem", "int", "invert", "iter", "len", "neg", "setitem"),
-):
-    setattr(ShardedPlaceholder, f"__{_name}__", _operator(f"__{_name}__"))
+for _name in filter(re.compile("__").match, dir(Tensor)):  # operators, and protocols like numpy's
+    is_new = _name in _COMPARISONS or not hasattr(ShardedPlaceholder, _name)
+    if is_new and callable(getattr(Tensor, _name)):
+        setattr(ShardedPlaceholder, _name, _refusal(_name))
 
 
 def _first_placeholder(value: Any) -> ShardedPlaceholder | None:
     if isinstance(value, ShardedPlaceholder):
         return value
-    values = value.values() if isinstance(value, dict) else value
-    items = values if isinstance(value, (dict, tuple, list)) else ()
-    return next((found for item in items if (found := _first_placeholder(item)) is not None), None)
+    items = value.values() if isinstance(value, dict) else value
+    nested = map(_first_placeholder, items) if isinstance(value, (dict, tuple, list)) else ()
+    return next((placeholder for placeholder in nested if placeholder is not None), None)
 
 
 class Placeholders:
@@ -138,13 +141,12 @@ class Placeholders:
 
     def __init__(
         self,
-        unit: Any,
+        unit: UnitOfModules,
         unsharded: Sequence[ModuleSlot],
         sharded: Sequence[ModuleSlot],
     ) -> None:
-        """unit: a Unit; there are none if modules show DTensors while it is sharded. unsharded,
-        sharded: module slots, in the same order."""
-        self.is_guarded = all(group.store.is_guarded for group in unit.groups)
+        """unsharded, sharded: module slots, in the same order."""
+        self.is_guarded = unit.is_guarded  # otherwise there are none
         self.always: list[DictEntry] = []  # for attributes that are absent while sharded
         in_forward: list[DictEntry] = []  # for attributes that hold parts
         calls: dict[nn.Module, DictEntry] = {}  # forward pre-hooks of modules that hold parts

@@ -15,11 +15,11 @@ Parameters are copied where they do not view the all-gather output (``GroupMemor
 from __future__ import annotations
 
 import contextlib
-import typing
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch_private
 from .._comm.communicator import communicator
@@ -29,9 +29,6 @@ from .behavior import Behavior
 from .device import ON_DEVICE, OffloadPolicy, side_stream
 from .storage import GroupMemory, Segments, Storage
 from .store import ParamStore
-
-if typing.TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Source:

@@ -40,6 +40,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch_private
 from .._comm.mesh import Axis
@@ -177,10 +178,10 @@ class ParamStore(typing.Protocol):
         object for the same parameters."""
 
     def partial_rows(
-        self, mesh: typing.Any, rank: int, ranks: int, unsharded_params: Sequence[nn.Parameter]
+        self, mesh: DeviceMesh, rank: int, ranks: int, unsharded_params: Sequence[nn.Parameter]
     ) -> PartialRows:
         """Return the rows of unsharded parameters, which have memory, that ``rank`` of ``ranks``
-        keeps. mesh: a 2-D DeviceMesh of which these ranks are the last dimension."""
+        keeps. mesh: 2-D, of which these ranks are the last dimension."""
         raise StateError(f"internal: a {type(self).__name__} keeps no rows after forward")
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch_private
 from .._comm.mesh import Axis, axis_of
@@ -17,7 +18,7 @@ from .._torch_private import dtensor as torch_dtensor
 class TensorParallel:
     """How a DTensor parameter lies on its own mesh. The unit shards its local tensor."""
 
-    mesh: Any  # a DeviceMesh
+    mesh: DeviceMesh
     placements: tuple[Any, ...]
     shape: tuple[int, ...]  # of the whole parameter
 

@@ -142,6 +142,32 @@ class Call:
         return unit
 
 
+class BackwardHooks(typing.Protocol):
+    """What hooks and checks ask of backward.py."""
+
+    is_open: bool
+
+    def pre_backward(self, call: Call, unit: Unit) -> None: ...
+
+    def on_gradient(self, group: Group, index: int, param: nn.Parameter) -> None: ...
+
+
+class UnitRuntime(typing.Protocol):
+    """What units and hooks ask of the runtime, in runtime.py."""
+
+    root: Unit
+
+    @property
+    def backward(self) -> BackwardHooks: ...
+
+    @property
+    def runs(self) -> bool: ...
+
+    def let_see(self, value: Any) -> Any: ...
+
+    def reshard_all(self) -> None: ...
+
+
 class ViewsOfUsers:
     """Views of a unit's unsharded parameters that seem to outlive these: their memory is not freed,
     because reading it would crash the process."""
@@ -201,7 +227,7 @@ class Unit:
         self.pinned = False
         self.views_of_users = ViewsOfUsers(self.groups)
         self.owner: Callable[[], nn.Module | None] = lambda: None  # weak: the wrapper, if any
-        self.runtime: Any = None  # a Runtime, which sets this and the next
+        self.runtime: UnitRuntime | None = None  # the runtime sets this and the next
         self.label = "a unit"  # for errors
         self.running = 0  # forward calls that have begun and not ended
         self.modules_to_run: set[nn.Module] = set()  # if there are several: not called in this pass
@@ -218,6 +244,11 @@ class Unit:
     @property
     def module(self) -> nn.Module:
         return self.modules[0]
+
+    @property
+    def is_guarded(self) -> bool:
+        """True if modules refuse their own calls and state dicts while the unit is sharded."""
+        return all(group.store.is_guarded for group in self.groups)
 
     @property
     def copies_out(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import functools
 import itertools
 import mmap
@@ -12,9 +13,6 @@ import platform
 import struct
 import sys
 import weakref
-
-if sys.platform != "win32":
-    import fcntl
 
 PAGE_NBYTES = mmap.PAGESIZE
 TOKEN_NBYTES = 16

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import fcntl
 import functools
 import mmap
 import os
 import stat
-import sys
 import typing
 import weakref
 from collections.abc import Mapping, Sequence
@@ -30,9 +30,6 @@ from . import memory_files, shared_memory
 from .counters import PeerTable, Table
 from .memory_files import HEADER, PAGE_NBYTES, MappedFile, unmap_in
 from .shared_memory import Location
-
-if sys.platform != "win32":
-    import fcntl
 
 _DTYPES = [value for _, value in sorted(vars(torch).items()) if isinstance(value, torch.dtype)]
 

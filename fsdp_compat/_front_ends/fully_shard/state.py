@@ -196,8 +196,8 @@ class ShardedModules:
             reshard_after_forward=self.behavior.reshard_after_forward or self.is_auto,
             behavior=self.behavior,
         )
-        if self.behavior.partial_ranks:
-            mesh = self.behavior.partial_mesh
+        mesh = self.behavior.partial_mesh
+        if self.behavior.partial_ranks and mesh is not None:
             group.partial = PartialShard(own.store, group.memory, mesh, self.plan.device)
         return group
 
@@ -400,7 +400,7 @@ class ParamGroup:
         behavior = self._state.behavior
         if not behavior.reshard_after_forward:
             return None
-        if behavior.partial_ranks:
+        if behavior.partial_ranks and behavior.partial_mesh is not None:
             return HSDPMeshInfo(behavior.partial_mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
         return self.mesh_info
 
