@@ -14,6 +14,7 @@ never on which parameters have gradients, so that all ranks reduce their units i
 from __future__ import annotations
 
 import contextlib
+import enum
 import itertools
 import operator
 import threading
@@ -36,6 +37,19 @@ from .schedule import Gathering, Prefetch, RuntimeOptions
 from .unit import Call, Residency, Unit
 
 
+class ReduceOrder(enum.Enum):
+    """When one backward reduces its units."""
+
+    # Each in post-backward, which all ranks reach in the same order.
+    AS_COMPLETE = enum.auto()
+    # The same in any order, where messages have tags; at the end those, with zeros, that only other
+    # ranks have used, or that the user wants reduced in any case.
+    REST_AT_END = enum.auto()
+    # As the former without tags: none in post-backward. In one order during backward, if all ranks
+    # reach the units in this order, or else at the end.
+    FIXED = enum.auto()
+
+
 class Backward:
     """One outermost graph task. Only the callback queued at its end holds it: a dead reference
     means that the task is gone, because it raised."""
@@ -46,11 +60,9 @@ class Backward:
         self.serial = next(self._serials)
         self.entered: list[Unit] = []  # between pre-backward and post-backward
         self.reduced: set[Gradients] = set()
-        self.has_rest = False  # ranks may use different units, and agree at the end
-        # Post-backward reduces nothing: without tags ranks must reduce units in one order.
-        self.defers = False
-        # Then, where ranks may use different units: those that some rank has used; and, if backward
-        # reaches units in one order on all ranks, the units that are not reduced yet.
+        self.order = ReduceOrder.AS_COMPLETE
+        # FIXED, where ranks may use different units: those that some rank has used; and, if
+        # backward reaches units in one order on all ranks, the units that are not reduced yet.
         self.used: dict[Gradients, bool] = {}
         self.to_reduce: list[Unit] = []
         self.keeps_gathered = False  # backward may reach units again
@@ -66,11 +78,12 @@ class BackwardRunner:
     ) -> None:
         self._units, self._gathering, self._checks = units, gathering, checks
         self._communicators, self._streams = gathering.communicators, gathering.streams
-        is_fixed_order = options.allow_unused_units
-        self._prefetches_late = options.backward_prefetch is Prefetch.POST and not is_fixed_order
+        self._allow_unused_units = options.allow_unused_units
+        is_late = options.backward_prefetch is Prefetch.POST
+        self._prefetches_late = is_late and not self._allow_unused_units
         self._side = side_stream(units[0].options.device, "reduce")
-        limit = None if is_fixed_order else options.max_inflight_reductions
-        self.reductions = InFlightReductions(limit, self._side is not None)
+        self._max_in_flight = options.max_inflight_reductions
+        self.reductions = InFlightReductions(self._side is not None)
         self._every: list[Gradients] = []  # of all units, in order
         self.sync = True  # False inside no_sync
         self.reduces_on_finalize = False  # reductions start in ``begin_finalize``, not in backward
@@ -79,10 +92,6 @@ class BackwardRunner:
         self.is_open = False  # a backward began and has not ended
         self._has_recorded = False  # some group has gradients of a backward without communication
         gathering.backward_order.after_gather = self._reduce_passed
-
-    @property
-    def _allow_unused_units(self) -> bool:
-        return self._gathering.rounds.allow_unused_units
 
     def use_groups(self, groups: Iterable[Group]) -> None:
         """Use ``groups``, those of all units, from now on."""
@@ -120,13 +129,19 @@ class BackwardRunner:
                 progress.record_error(error)  # the other ranks may wait in this backward
                 raise
             self._gathering.begin_backward()
-            reduces_unused = any(unit.behavior.reduction.reduces_unused for unit in self._units)
-            current.has_rest = self._allow_unused_units or reduces_unused
-            current.defers = current.has_rest and not self._communicators.have_tags
-            self.reductions.is_unlimited = reduces_unused and not current.defers
-            if current.defers and self._allow_unused_units:
+            order = current.order = self._order()
+            is_limited = not self._allow_unused_units and order is not ReduceOrder.REST_AT_END
+            self.reductions.limit = self._max_in_flight if is_limited else None
+            if order is ReduceOrder.FIXED and self._allow_unused_units:
                 self._agree_on_order(current)
         return current
+
+    def _order(self) -> ReduceOrder:
+        reduces_unused = any(unit.behavior.reduction.reduces_unused for unit in self._units)
+        if not (self._allow_unused_units or reduces_unused):
+            return ReduceOrder.AS_COMPLETE
+        has_tags = self._communicators.have_tags
+        return ReduceOrder.REST_AT_END if has_tags else ReduceOrder.FIXED
 
     def _agree_on_order(self, backward: Backward) -> None:
         """Collective. Vote which units some rank uses, and whether this backward reaches each at
@@ -244,7 +259,7 @@ class BackwardRunner:
         if not keeps and unit.behavior.reshard_after_backward:
             unit.reshard()  # first: gradients may need the memory
         # Without tags, ranks must not reduce what happens to be complete already.
-        if backward.defers or (not at_end and unit.calls_left(backward.serial)):
+        if backward.order is ReduceOrder.FIXED or (not at_end and unit.calls_left(backward.serial)):
             return
         if self._side is None:
             self._reduce(unit, backward)
@@ -310,7 +325,7 @@ class BackwardRunner:
                 if backward.keeps_params and unit.residency is Residency.UNSHARDED:
                     unit.keep_values()
             self._gathering.mapped.stop_reading(Pass.BACKWARD)
-            if backward.has_rest:
+            if backward.order is not ReduceOrder.AS_COMPLETE:
                 self._reduce_rest(backward)
             self._join(side=True)
             # Where units are reduced, ``.grad`` of the others stays as it is.
@@ -349,19 +364,19 @@ class BackwardRunner:
         has not."""
         policy = unit.behavior.reduction
         reduces = self.sync and policy.sync and not self.reduces_on_finalize
-        is_ordered = self._allow_unused_units or backward.defers
+        is_fixed = backward.order is ReduceOrder.FIXED
         left = [group.gradients for group in unit.groups if group.gradients not in backward.reduced]
         ready = [
             gradients
             for gradients in left
             if reduces
             and (
-                (is_ordered and backward.used[gradients])
+                ((is_fixed or self._allow_unused_units) and backward.used[gradients])
                 or (policy.reduces_unused and gradients.is_trainable)
             )
         ]
         with self._stream_of(unit, at_end):
-            for gradients in left if backward.defers else ():
+            for gradients in left if is_fixed else ():
                 gradients.collect()
             if ready:
                 backward.reduced.update(ready)

@@ -264,12 +264,12 @@ class Gradients:
 class InFlightReductions:
     """The reductions that one backward has started, unit by unit, oldest first."""
 
-    def __init__(self, limit: int | None, frees_at_once: bool) -> None:
-        """limit: units whose buffers may be in flight when another unit's buffer takes memory;
-        None: any number. frees_at_once: a side stream waits, and can reuse enqueued buffers."""
-        self._limit, self._frees_at_once = limit, frees_at_once
-        # Ranks with unused parameters may reduce units in different orders: they must not wait.
-        self.is_unlimited = False
+    def __init__(self, frees_at_once: bool) -> None:
+        """frees_at_once: a side stream waits, and can reuse enqueued buffers."""
+        self._frees_at_once = frees_at_once
+        # Units whose buffers may be in flight when another unit's buffer takes memory. None: any
+        # number, because ranks may reduce units in different orders, so they must not wait.
+        self.limit: int | None = None
         self._units: collections.deque[list[Gradients]] = collections.deque()
         # Older units with freed buffers: their reductions over replicas advance by one stage
         # during each later unit's backward.
@@ -277,12 +277,11 @@ class InFlightReductions:
 
     def start(self, unit: list[Gradients]) -> None:
         """Collective. Start the reductions of a unit."""
-        if self._limit is not None and len(self._units) > self._limit:
-            self.limit_in_flight()
+        self.limit_in_flight()
         if _torch_private.counts_collectives():
             for gradients in {gradients.axes.shard: gradients for gradients in unit}.values():
                 gradients.count_collectives()
-        is_in_order = self._limit is not None and not self.is_unlimited
+        is_in_order = self.limit is not None
         if is_in_order:  # beside this unit's messages
             _advance(itertools.chain(self._rest, *self._units), Left.HOST, Left.MESSAGES)
         for gradients in unit:
@@ -295,8 +294,8 @@ class InFlightReductions:
 
     def limit_in_flight(self) -> None:
         """Collective. Before another buffer takes memory: free the oldest beyond the limit."""
-        if self._limit is not None and not self.is_unlimited:
-            self._free_buffers(self._limit)
+        if self.limit is not None:
+            self._free_buffers(self.limit)
 
     def _free_buffers(self, limit: int) -> None:
         while len(self._units) > limit:

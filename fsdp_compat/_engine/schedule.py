@@ -83,7 +83,7 @@ class Rounds:
     ) -> None:
         """order: of forward. is_always: in every pass, not only in methods that run in rounds."""
         self._units, self._communicators, self._forward_order = units, communicators, order
-        self.allow_unused_units = self.is_fixed_order = is_always
+        self._is_always = self.is_fixed_order = is_always
         self._caller: Unit | None = None  # whose method runs in rounds
         self._inside: list[Unit] = []  # the units that this method may use
 
@@ -116,7 +116,7 @@ class Rounds:
         return until_all_ranks_are_done
 
     def _stop(self) -> None:
-        self._inside, self.is_fixed_order = [], self.allow_unused_units
+        self._inside, self.is_fixed_order = [], self._is_always
 
     def end(self) -> None:
         """The method has returned or raised on all ranks."""
