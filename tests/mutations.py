@@ -655,7 +655,7 @@ BREAKS = (
     ),
     Break(
         "the host does not wait for copies of whole shards to the device",
-        "        self.offload.wait_readers()  # the caller may",
+        "        self.offload.wait_copies()  # the caller may",
         "        # the caller may",
         f"{ORDER} -k shown_whole",
     ),

@@ -336,7 +336,7 @@ class BackwardRunner:
                     self._has_recorded = True
             self.reductions.finish()
             events.tell(events.REDUCED, self._units[0].label)
-            self._communicators.flush("gradients and parameters that this rank has sent")
+            self._communicators.settle("gradients and parameters that this rank has sent")
             self._gathering.mapped.end(Pass.BACKWARD)
         self._current, self.is_open = _no_backward, False
         late = itertools.chain.from_iterable([each.sharded.late_params for each in self._every])
@@ -400,7 +400,7 @@ class BackwardRunner:
             with self._on_side():
                 self.reductions.finish()
             self._join(side=True)
-            self._communicators.flush("gradients that this rank has sent")
+            self._communicators.settle("gradients that this rank has sent")
 
     def _step_optimizers(self, backward: Backward) -> None:
         """Run optimizers and hooks that step in backward: gradients are complete, and no rank
@@ -425,7 +425,7 @@ class BackwardRunner:
                     group.gradients.discard()
             unit.reshard()
         self._join(side=True)
-        self._communicators.flush("messages that this rank sent before an exception")
+        self._communicators.settle("messages that this rank sent before an exception")
         self._gathering.mapped.end(Pass.BACKWARD, has_raised=True)
         self._current, self.is_open = _no_backward, False
 

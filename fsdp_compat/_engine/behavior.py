@@ -109,7 +109,7 @@ class ReduceAxes:
 
     def settle(self, what: str) -> None:
         """Wait until the gradients of finished reductions may be overwritten."""
-        self.offload.wait_readers()
+        self.offload.wait_copies()
         self.replica.settle(what, only_reductions=True)  # peers may read them
 
 

@@ -2,12 +2,26 @@
 
 Unsharded parameters are allocated and freed on the computing stream, which waits for their
 all-gathers. Hence an unused prefetch is freed only after it has arrived, and ``record_stream`` is
-never needed. If a program computes on several streams, each waits for the one of the engine's last
-call.
+never needed. Two side streams (``SideStream``) take work that need not run on the computing stream:
+casts and copies of shards before their all-gathers, and all work on gradients.
 
-Two side streams (``SideStream``) take work that need not run on the computing stream: casts and
-copies of shards before their all-gathers, and all work on gradients. Each waits for the computing
-stream before it is used, so an all-gather sends the optimizer's latest values."""
+    call                        who waits            for
+    --------------------------  -------------------  -----------------------------------------------
+    ComputeStreams.join         the current stream   the stream on which the engine was called last
+    SideStream.work             the side stream      the current one: the optimizer's latest values
+    SideStream.join             the current stream   all work on the side stream so far
+    SideStream.release          the current stream   the last read of the tensors of ``hold``
+    SideStream.mark, run_on     the caller's stream  the work so far, in the function returned
+    to_host_later, read_later   the host             the copy, in the function returned
+    OffloadPolicy.wait_copies   the host             reads of shards by a device, and copies to the
+                                                     host
+    Transport.settle            the host             peers that read what this rank has sent: of one
+                                                     axis, of a group's gradients
+                                                     (ReduceAxes.settle), or all of a runtime, with
+                                                     its copies (Communicators.settle)
+    Transport.end_gather, ...   the host over gloo,  the collective
+                                otherwise the
+                                current stream"""
 
 from __future__ import annotations
 
@@ -158,13 +172,13 @@ class OffloadPolicy:
         return own
 
     def to_host(self, total: Tensor) -> Tensor:
-        """Return ``total`` where the shard lives, to be read after ``wait_readers``."""
+        """Return ``total`` where the shard lives, to be read after ``wait_copies``."""
         return total
 
     def was_read(self) -> None:
         """Record that an operation that reads the shard was enqueued."""
 
-    def wait_readers(self) -> None:
+    def wait_copies(self) -> None:
         """Wait for all reads of the shard and all copies."""
 
 
@@ -196,7 +210,7 @@ class OnHost(OffloadPolicy):
             stream = torch.accelerator.current_stream(self._device)
             self._last[stream.stream_id] = stream.record_event()
 
-    def wait_readers(self) -> None:
+    def wait_copies(self) -> None:
         while self._last:  # not whole streams: later work may still run
             self._last.popitem()[1].synchronize()
 

@@ -144,7 +144,7 @@ class Group:
             source = IN_PLACE
         elif memory.views_mapping:
             source = VIEW_OF_SHARDS
-        elif self.partial is not None and self.partial.is_held:
+        elif self.partial is not None and self.partial.has_rows:
             source = self.partial
         elif self._custom.is_set:
             source = self._custom
@@ -166,11 +166,11 @@ class Group:
         self.memory.keeps_storage = keeps_storage
         self.memory.free()
 
-    def hold_partial(self) -> list[nn.Parameter]:
+    def keep_rows(self) -> list[nn.Parameter]:
         """Keep rows of the unsharded parameters for an all-gather among fewer ranks, free the
         parameters, and return those to show instead."""
         assert self.partial is not None
-        params = self.partial.hold()
+        params = self.partial.keep_rows()
         self._source = self.partial
         self.memory.free()
         return params
@@ -181,7 +181,7 @@ class Group:
         own = self.store.shard if own is None else own
         events.tell(events.GATHERING_STATE, self.name)
         full = self.shard.gather_now(self.offload.to_compute(own), "a gather of state")
-        self.offload.wait_readers()  # the caller may write to the shard as soon as this returns
+        self.offload.wait_copies()  # the caller may write to the shard as soon as this returns
         return full
 
     def require_unsharded_params(self) -> None:
@@ -243,7 +243,7 @@ class Communicators:
             values = each.any_of(values, what)
         return [bool(value) for value in values.tolist()]
 
-    def flush(self, what: str, in_graph: bool = False) -> None:
+    def settle(self, what: str, in_graph: bool = False) -> None:
         """Wait until everything that this rank has sent, or copied to the host, has arrived.
         in_graph: leave copies of offloaded shards to the backward that follows, because a wait for
         them would stall the host until the device is done."""
@@ -255,4 +255,4 @@ class Communicators:
     def wait_copies(self) -> None:
         """Wait until offloaded shards may be overwritten and their gradients read."""
         for offload in self._offloads:
-            offload.wait_readers()
+            offload.wait_copies()

@@ -72,7 +72,7 @@ def end_gathers(
     for unit in units:
         if unit.residency is Residency.UNSHARDING:
             unit.reshard()
-    communicators.flush("parameters that this rank has sent", in_graph)
+    communicators.settle("parameters that this rank has sent", in_graph)
 
 
 class Rounds:

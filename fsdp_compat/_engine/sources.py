@@ -175,28 +175,28 @@ class PartialShard(AllGather):
         self._storage = Storage(rows.full)
         self._segments = Segments(rows.full, axis.ranks)
         self._storage.free()
-        self._held: Tensor | None = None  # [numel]
+        self._kept: Tensor | None = None  # [numel]
 
     @property
-    def is_held(self) -> bool:
-        return self._held is not None
+    def has_rows(self) -> bool:
+        return self._kept is not None
 
-    def hold(self) -> list[nn.Parameter]:
+    def keep_rows(self) -> list[nn.Parameter]:
         """Copy this rank's rows of the unsharded parameters. Return parameters to show."""
         full = self._rows.full
-        held = full.new_zeros(full.numel() // self.axis.ranks)
-        params = self._rows.params(held)
+        kept = full.new_zeros(full.numel() // self.axis.ranks)
+        params = self._rows.params(kept)
         # `.data`: the copy is not part of a graph.
         parts = [_torch_private.local_part(param).data for param in params]
         _torch_private.copy_together(parts, self._rows.own_rows)
-        self._held = held
+        self._kept = kept
         return params
 
     def begin(self, memory: GroupMemory) -> None:
-        assert self._held is not None
+        assert self._kept is not None
         self._storage.allocate()
         full = self._rows.full
-        self._in_flight = self.axis.begin_gather(self._held, full, self._segments, self.tag)
+        self._in_flight = self.axis.begin_gather(self._kept, full, self._segments, self.tag)
 
     def end(self, memory: GroupMemory, what: str) -> None:
         self._wait(what)
@@ -207,7 +207,7 @@ class PartialShard(AllGather):
 
     def drop(self, what: str) -> None:
         super().drop(what)
-        self._held = None
+        self._kept = None
         self._storage.free()
 
 

@@ -384,7 +384,7 @@ class Unit:
         """Keep, and show, rows of the parameters for backward's all-gather among fewer ranks."""
         assert self.residency is Residency.UNSHARDED
         self.view.show_sharded()
-        params = [group.hold_partial() for group in self.groups]
+        params = [group.keep_rows() for group in self.groups]
         self.residency = Residency.PARTIAL
         self.view.show_partial(
             [

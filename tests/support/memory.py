@@ -74,7 +74,7 @@ def group_nbytes(group: Group) -> int:
     partial = group.partial
     if partial is None:
         return found
-    held = 0 if partial._held is None else partial._held.nbytes
+    held = 0 if partial._kept is None else partial._kept.nbytes
     return found + held + partial._storage.untyped.nbytes()
 
 
