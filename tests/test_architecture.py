@@ -347,7 +347,7 @@ RULES = {
         changes_of_torch,
         "Move the patch into a module of _torch_patches, and list it at the head of that package:",
         owners=(
-            *("_torch_patches/", "_torch_private/", "_install/", "_engine/patches.py"),
+            *("_torch_patches/", "_torch_private/", "_install/"),
             *("_plan/memory.py", "_plan/simulation.py"),
         ),
     ),

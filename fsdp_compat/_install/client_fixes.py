@@ -17,9 +17,9 @@ from typing import Any
 
 from torch import nn
 
-from .._engine.on_import import PatchOnImport
-from .._engine.patches import Undo, around_functions
 from .._state.units import clean_name
+from .._torch_patches.on_import import PatchOnImport
+from .._torch_patches.patches import Undo, around_functions
 from ..api import FullStateDictConfig, StateDictType
 from ..fully_sharded_data_parallel import FullyShardedDataParallel
 from . import log

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from .._engine.patches import Undo, set_existing
+from .._torch_patches.patches import Undo, set_existing
 from .install_checks import EARLIER, too_late
 
 _NOT_NAMED = ("torch.", "fsdp_compat.")

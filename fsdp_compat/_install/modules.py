@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from .. import _torch_private
-from .._engine.patches import Undo, Variable, swap, variables_of
+from .._torch_patches.patches import Undo, Variable, swap, variables_of
 from . import log
 from .contents import INSTEAD, KEPT, contents
 from .kept import redirect_class

@@ -39,8 +39,6 @@ from __future__ import annotations
 
 from torch import nn
 
-from .._engine.on_import import PatchOnImport
-from .._engine.patches import Patch
 from .._state.units import model_units_in
 from . import (
     assignments,
@@ -52,6 +50,8 @@ from . import (
     optimizer_hooks,
     own_values,
 )
+from .on_import import PatchOnImport
+from .patches import Patch
 
 _FOR_ALL: tuple[Patch | PatchOnImport, ...] = (
     optimizer_hooks.patches,

@@ -22,11 +22,11 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import _torch_private
-from .._engine.patches import Patch, Undo, around_method
 from .._engine.state_store import StateStore, store_of
 from .._engine.unit import Residency, Unit
 from .._state import optimizer_checks
 from ..errors import StateError
+from .patches import Patch, Undo, around_method
 
 
 class _Place(typing.NamedTuple):

@@ -18,8 +18,8 @@ from .. import _torch_private
 from .._engine import rendezvous
 from .._engine.grad_norm import checked_norm_type, dtype_of_norm, norm_of, packed
 from .._engine.group import Group
-from .._engine.patches import Patch, Undo, around_functions
 from .._engine.runtime import live_runtimes
+from .patches import Patch, Undo, around_functions
 
 
 class _Clipped(threading.local):

@@ -10,10 +10,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import _torch_private
-from .._engine.patches import Patch, around_method
 from .._state import optimizer_checks
 from .._state.units import is_lazy
 from ..errors import UsageError
+from .patches import Patch, around_method
 
 
 def _init(

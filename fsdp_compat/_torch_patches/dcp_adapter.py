@@ -21,11 +21,11 @@ from typing import Any
 
 from torch import nn
 
-from .._engine.on_import import PatchOnImport
-from .._engine.patches import Undo, around_functions
 from .._state.units import is_lazy, is_registered
 from .._stores.extension import has_extension
 from .dcp_state_dict import FUNCTIONS, mixed, unknown_argument
+from .on_import import PatchOnImport
+from .patches import Undo, around_functions
 
 _MODULE = "torch.distributed.checkpoint.state_dict"
 

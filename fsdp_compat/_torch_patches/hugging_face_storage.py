@@ -17,9 +17,9 @@ from typing import Any
 
 from torch.futures import Future
 
-from .._engine.on_import import PatchOnImport
-from .._engine.patches import Undo, around_method
 from ..errors import CheckpointError
+from .on_import import PatchOnImport
+from .patches import Undo, around_method
 
 if typing.TYPE_CHECKING:
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter

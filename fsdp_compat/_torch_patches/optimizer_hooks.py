@@ -12,8 +12,8 @@ from torch.optim.optimizer import (
 )
 
 from .._engine import user_changes
-from .._engine.patches import Patch, Undo, around_method
 from .._state import optimizer_checks
+from .patches import Patch, Undo, around_method
 
 
 def _patch() -> Iterator[Undo]:
