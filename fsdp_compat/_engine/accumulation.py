@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import _torch_private
-from .behavior import ReduceAxes
 from .bulk_dict import consume
+from .communicators import ReduceAxes
 from .store import ParamStore
 
 _grad, _requires_grad = map(operator.attrgetter, ("grad", "requires_grad"))

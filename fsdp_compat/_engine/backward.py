@@ -287,10 +287,8 @@ class BackwardRunner:
     def _start(self, unit: Unit, received: list[Gradients]) -> None:
         """Collective."""
         events.tell(events.REDUCING, unit.label)
-        shown = _torch_private.is_profiling() and _torch_private.begin_range("reduce", unit.label)
-        self.reductions.start(received)
-        if shown:
-            shown.close()
+        with _torch_private.profiled("reduce", unit.label):
+            self.reductions.start(received)
 
     def _stream_of(self, unit: Unit, at_end: bool) -> contextlib.AbstractContextManager[None]:
         """Return the stream that takes a unit's gradients. At the end it is the computing stream,

@@ -1,11 +1,10 @@
-"""How a unit behaves, which users may change at any time, even before the unit exists; and how its
-gradients are reduced."""
+"""How a unit behaves, and how its gradients are reduced: what users may change at any time, even
+before the unit exists."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import typing
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,9 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-
-from .._comm.transport import Transport
-from .device import ON_DEVICE, OffloadPolicy
 
 
 class CommHook(typing.NamedTuple):
@@ -80,58 +76,3 @@ class Behavior:
     # input_tensor=, group=, async_op=).
     custom_all_gather: Any = None
     process_group: dist.ProcessGroup | None = None  # of the shard axis, for the user's collectives
-
-
-@dataclasses.dataclass(eq=False)
-class ReduceAxes:
-    """The axes that a group's gradients are reduced over, in this order, with a tag each."""
-
-    shard: Transport
-    replica: Transport
-    shard_tag: int
-    replica_tag: int
-    offload: OffloadPolicy = ON_DEVICE
-    one_group: bool = False  # see Mesh
-    is_hybrid: bool = False  # see Mesh
-
-    @property
-    def ranks(self) -> int:
-        return self.shard.ranks * self.replica.ranks
-
-    @functools.cached_property
-    def have_replicas(self) -> bool:
-        return self.is_hybrid or self.replica.ranks > 1
-
-    @functools.cached_property
-    def keep_buffers(self) -> bool:
-        """True if one buffer can be used for every reduction."""
-        return self.shard.ranks > 1 and not self.shard.reads_later
-
-    def settle(self, what: str) -> None:
-        """Wait until the gradients of finished reductions may be overwritten."""
-        self.offload.wait_copies()
-        self.replica.settle(what, only_reductions=True)  # peers may read them
-
-
-class Divisor:
-    """The divisor of sums."""
-
-    def __init__(self, value: float) -> None:
-        self.value = value
-        self.is_exact = math.frexp(value)[0] == 0.5  # a power of two: division does not round
-        # None: 1. A 0-d CPU tensor, because torch would build one from a number in every call; in
-        # fp32 if that is exact, as are most sums, because a cast would cost as much again.
-        self.tensor: Tensor | None = None
-        if value != 1:
-            self.tensor = torch.tensor(value, dtype=torch.float32, device="cpu")
-            if self.tensor.item() != value:
-                self.tensor = torch.tensor(value, dtype=torch.float64, device="cpu")
-
-
-def predivisor(ranks: int, dtype: torch.dtype) -> float:
-    """Return the divisor of gradients before their reduction: about the square root of ``ranks`` in
-    fp16, where sums could overflow; otherwise 1."""
-    factor = 1
-    while dtype == torch.float16 and ranks % factor == 0 and ranks / factor > factor:
-        factor *= 2
-    return float(factor)

@@ -16,95 +16,19 @@ What a write to a parameter means, however ranks exchange data:
 
 from __future__ import annotations
 
-import itertools
-import operator
 import typing
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
-from .. import _torch_private
 from ..errors import AssertedStateError, StateError, UsageError
 from . import agreement, hooks
-from .group import Communicators, Group
+from .communicators import Communicators
+from .group import Group
 from .preparation import is_uninitialised
 from .unit import Residency, Unit
-from .user_changes import Addresses, check_before_steps, count_fused_writes
-
-_grad, _requires_grad, _version = map(operator.attrgetter, ("grad", "requires_grad", "_version"))
-_NONES = itertools.repeat(None)
-
-
-class ExternalChanges:
-    """Whether the user has changed anything since the last ``record``, by a few C calls.
-
-    If gradients of small unsharded parameters are None, and requires_grad and the memory of
-    parameters are the same, units need not be checked one by one, which costs a dozen calls each.
-    """
-
-    def __init__(self, groups: Iterable[Group]) -> None:
-        groups = list(groups)
-        self._small_params = [param for group in groups for param in group.gradients.small.params]
-        self._of_small_params = [group for group in groups for _ in group.gradients.small.params]
-        sharded = [param for group in groups for param, _ in group.store.sharded_params]
-        memories = [memory for group in groups for memory in group.memories]
-        unsharded = [param for memory in memories for param in memory.unsharded_params]
-        self._trainable = [*sharded, *unsharded]
-        self.sharded = Addresses(sharded)
-        self._unsharded = Addresses(map(_torch_private.local_part, unsharded))
-        self._recorded: list[bool] | None = None  # requires_grad
-        # Sharded parameters, with the unsharded ones that have their values. Where the user may
-        # change units at any time (fully_shard), written parameters are gathered again instead.
-        self._written = [
-            (group, param, [m.unsharded_params[i] for m in group.memories for i in indices])
-            for group in groups
-            if group.behavior is None
-            for param, indices in group.store.sharded_params
-            if not param.is_inference()
-        ]
-        self._written_params = [param for _, param, _ in self._written]
-        self._versions = self._count_writes()
-        count_fused_writes(self._written_params)
-
-    def _count_writes(self) -> list[int]:
-        return list(map(_version, self._written_params))
-
-    def follow_writes(self) -> set[Group]:
-        """Tell autograd which unsharded parameters have changed with the sharded ones, so that it
-        refuses backward through graphs that have saved them. Return the changed groups. Writes by
-        ``.data`` or numpy are not seen."""
-        before, self._versions = self._versions, self._count_writes()
-        if before == self._versions:
-            return set()
-        written = [
-            each
-            for each, old, new in zip(self._written, before, self._versions, strict=True)
-            if old != new
-        ]
-        increment_version([p for _, _, params in written for p in params if not p.is_inference()])
-        return {group for group, _, _ in written}
-
-    def groups_with_gradients(self) -> set[Group]:
-        """Return the groups in which small parameters have gradients."""
-        have_come = map(operator.is_not, map(_grad, self._small_params), _NONES)
-        return set(itertools.compress(self._of_small_params, have_come))
-
-    def is_intact(self) -> bool:
-        """True if nothing has changed since ``record`` and no gradient was left."""
-        return (
-            not self.groups_with_gradients()
-            and list(map(_requires_grad, self._trainable)) == self._recorded
-            and not self.sharded.changed()
-            and not self._unsharded.changed()
-        )
-
-    def record(self) -> None:
-        """Compare with the current state from now on: all units were checked and repaired."""
-        self._recorded = list(map(_requires_grad, self._trainable))
-        self.sharded.record()
-        self._unsharded.record()
+from .user_changes import ExternalChanges, check_before_steps
 
 
 class Checks:

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 
 from .. import _torch_private
 from .accumulation import ShardedGrads
-from .behavior import Behavior, CommHook, ReduceAxes, ReducePolicy, predivisor
+from .behavior import Behavior, CommHook, ReducePolicy
 from .bulk_dict import consume
+from .communicators import ReduceAxes
 from .device import side_stream
 from .dtypes import Precision
-from .reduce import DirectGradBuffer, GradBuffer, Left, ReduceBuffer, Reduction
-from .storage import GroupMemory
+from .group_memory import GroupMemory
+from .reduce import DirectGradBuffer, GradBuffer, Left, ReduceBuffer, Reduction, predivisor
 from .store import ParamStore, ReduceForm
 
 # Parameters with so many elements have a hook each, which moves the gradient as it comes; gradients

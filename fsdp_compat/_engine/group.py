@@ -1,11 +1,10 @@
-"""Parameter groups: the parameters of a unit that are all-gathered and reduced in one buffer; and
-the communicators of all groups."""
+"""Parameter groups: the parameters of a unit that are all-gathered and reduced in one buffer."""
 
 from __future__ import annotations
 
 import traceback
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +14,13 @@ from .._comm.mesh import Mesh
 from .._comm.transport import Transport
 from ..errors import AssertedStateError
 from . import events
-from .behavior import Behavior, ReduceAxes
+from .behavior import Behavior
+from .communicators import ReduceAxes
 from .device import ON_DEVICE, OffloadPolicy, on_host, side_stream
 from .dtypes import ComputeDtype, Precision
 from .gradients import Gradients, is_large
+from .group_memory import GroupMemory
+from .requires_grad import RequiresGrad
 from .sources import (
     COPY_OF_SHARDS,
     IN_PLACE,
@@ -28,9 +30,7 @@ from .sources import (
     PartialShard,
     Source,
 )
-from .storage import GroupMemory
 from .store import ParamStore
-from .user_changes import RequiresGrad
 
 # The oldest first, with the numbers of the lines that made it.
 all_groups: weakref.WeakKeyDictionary[Group, list[int]] = weakref.WeakKeyDictionary()
@@ -102,6 +102,11 @@ class Group:
     def reduce_dtype(self) -> torch.dtype:
         """The dtype of reductions."""
         return self.gradients.reduce_dtype
+
+    @property
+    def communicators(self) -> list[Transport]:
+        """The communicators of all-gathers and reductions."""
+        return [self.shard, self.replica, *(() if self.partial is None else (self.partial.axis,))]
 
     @property
     def tensor_parallel(self) -> list[Transport]:
@@ -213,46 +218,3 @@ def start_unshard(groups: Sequence[Group]) -> None:
             source.begin(memory)
     for gathers in together.values():
         AllGather.begin_together(gathers)
-
-
-class Communicators:
-    """The communicators and offload policies of a runtime's groups, each once."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._communicators: list[Transport] = []
-        self.have_tags = True  # False: ranks must make their collectives in the same order
-        self._offloads: list[OffloadPolicy] = []
-
-    def use_groups(self, groups: Iterable[Group]) -> None:
-        """Use the communicators of ``groups`` from now on."""
-        groups = list(groups)
-        found = [each for group in groups for each in (group.shard, group.replica)]
-        found += [group.partial.axis for group in groups if group.partial is not None]
-        self._communicators = list(dict.fromkeys(each for each in found if each.ranks > 1))
-        self.have_tags = all(communicator.has_tags for communicator in self._communicators)
-        offloads = [group.offload for group in groups if group.offload.is_offloaded]
-        self._offloads = list(dict.fromkeys(offloads))
-
-    def any_rank(self, flags: Sequence[bool], what: str) -> list[bool]:
-        """Collective. Return for each flag, one byte, whether it is set on any rank."""
-        on_host = all(each.takes_host_values for each in self._communicators)
-        device = torch.device("cpu") if on_host else self._device
-        values = torch.tensor(flags, dtype=torch.uint8, device=device)
-        for each in self._communicators:
-            values = each.any_of(values, what)
-        return [bool(value) for value in values.tolist()]
-
-    def settle(self, what: str, in_graph: bool = False) -> None:
-        """Wait until everything that this rank has sent, or copied to the host, has arrived.
-        in_graph: leave copies of offloaded shards to the backward that follows, because a wait for
-        them would stall the host until the device is done."""
-        for each in self._communicators:
-            each.settle(what)
-        if not in_graph:
-            self.wait_copies()
-
-    def wait_copies(self) -> None:
-        """Wait until offloaded shards may be overwritten and their gradients read."""
-        for offload in self._offloads:
-            offload.wait_copies()

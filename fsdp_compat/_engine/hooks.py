@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import _torch_private
-from .dtypes import cast_floats, map_tensors, tensors_in
 from .group import Group
+from .nested import cast_floats, map_tensors, tensors_in
 from .unit import Call, Inputs, Unit
 
 
@@ -162,7 +162,7 @@ def _let_see(module: nn.Module, *seen: Any) -> Any:
     return unit.runtime.let_see(seen if len(seen) == 2 else seen[2])
 
 
-def on_gradients_of_inputs(
+def alias_inputs(
     args: tuple[Any, ...], kwargs: dict[str, Any], call: Call, device: torch.device
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Track which inputs of a call, also in containers, are in the graph on the device, and when

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from .. import _torch_private
 from ..errors import StateError
 from .bulk_dict import BulkDict, DictEntry, make_swap
-from .dtypes import OPAQUE, ComputeDtype, contents_of, map_tensors
+from .dtypes import ComputeDtype
+from .nested import OPAQUE, contents_of, map_tensors
 from .placeholders import Placeholders, UnitOfModules
 from .store import ModuleSlot
-from .user_changes import values_lost
 
 
 class ModuleView:
@@ -436,3 +436,15 @@ def _keeps_attributes(module: nn.Module) -> bool:
     """False for torch's own layers and for wrappers, whose forward leaves no tensors on them:
     searching them all would cost more than swapping parameters."""
     return type(module).__module__.partition(".")[0] not in ("torch", __name__.partition(".")[0])
+
+
+def values_lost(name: str, where: str) -> StateError:
+    """Return the error of a parameter that was moved to the meta device with a module inside the
+    sharded one."""
+    return StateError.of(
+        "A module inside a sharded one was moved to the meta device, and its values are lost.",
+        expected="a device with memory",
+        got=f"{name!r} on 'meta'",
+        where=where,
+        fix="build the model again and load a checkpoint; to free memory, delete the whole model",
+    )

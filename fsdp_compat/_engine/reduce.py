@@ -8,6 +8,7 @@ gradients need nothing else."""
 from __future__ import annotations
 
 import enum
+import math
 import typing
 from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 
@@ -16,7 +17,8 @@ from torch import Tensor
 
 from .. import _torch_private
 from ..errors import StateError
-from .behavior import CommHook, CustomReduceScatter, Divisor, ReduceAxes, ReducePolicy
+from .behavior import CommHook, CustomReduceScatter, ReducePolicy
+from .communicators import ReduceAxes
 from .device import has_streams, read_later, run_on
 from .storage import Segments, Storage
 from .store import ParamStore, ReduceForm
@@ -428,6 +430,30 @@ class Reduction:
         while self.grads is None:
             self.advance()
         return self.grads
+
+
+class Divisor:
+    """The divisor of sums."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+        self.is_exact = math.frexp(value)[0] == 0.5  # a power of two: division does not round
+        # None: 1. A 0-d CPU tensor, because torch would build one from a number in every call; in
+        # fp32 if that is exact, as are most sums, because a cast would cost as much again.
+        self.tensor: Tensor | None = None
+        if value != 1:
+            self.tensor = torch.tensor(value, dtype=torch.float32, device="cpu")
+            if self.tensor.item() != value:
+                self.tensor = torch.tensor(value, dtype=torch.float64, device="cpu")
+
+
+def predivisor(ranks: int, dtype: torch.dtype) -> float:
+    """Return the divisor of gradients before their reduction: about the square root of ``ranks`` in
+    fp16, where sums could overflow; otherwise 1."""
+    factor = 1
+    while dtype == torch.float16 and ranks % factor == 0 and ranks / factor > factor:
+        factor *= 2
+    return float(factor)
 
 
 _DIVIDED = Divisor(1.0)

@@ -21,9 +21,11 @@ from . import black_box, events, hooks, rendezvous
 from .backward import BackwardRunner, ThreadedBackwardRunner
 from .behavior import CommHook
 from .checks import Checks, refuse_in_pass, require_own
+from .communicators import Communicators
 from .device import compute_streams
-from .dtypes import ComputeDtype, cast_floats, map_tensors, move_to
-from .group import Communicators, Group
+from .dtypes import ComputeDtype
+from .group import Group
+from .nested import cast_floats, map_tensors, move_to
 from .schedule import Gathering, RuntimeOptions
 from .unit import Call, Residency, Unit
 
@@ -68,7 +70,10 @@ class Runtime:
                 group.set_name(unit.label)
         self._units_of_several = [unit for unit in self.units if len(unit.modules) > 1]
         self._units_with_parts = [unit for unit in self.units if unit.view.shows_parts]
-        self._communicators.use_groups(self.groups)
+        self._communicators.use(
+            itertools.chain.from_iterable(group.communicators for group in self.groups),
+            (group.offload for group in self.groups),
+        )
         self._checks.use_groups(self.groups)
         self.backward.use_groups(self.groups)
         self._gathering.mapped.use_groups(self.groups, self.root.label)
@@ -166,7 +171,7 @@ class Runtime:
         if outermost:
             args, kwargs = move_to((args, kwargs), options.device)
         if self._streams is not None and torch.is_grad_enabled():
-            args, kwargs = hooks.on_gradients_of_inputs(args, kwargs, call, options.device)
+            args, kwargs = hooks.alias_inputs(args, kwargs, call, options.device)
         if call.dtype is ComputeDtype.TRAIN and (
             options.cast_inputs or (outermost and options.cast_root_inputs)
         ):

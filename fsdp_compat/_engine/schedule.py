@@ -13,11 +13,11 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from .communicators import Communicators
 from .device import ComputeStreams
 from .dtypes import ComputeDtype
-from .group import Communicators
 from .mapped_shards import MappedShards, Pass
-from .unit import NOT_UNSHARDED, Residency, Unit
+from .unit import Residency, Unit
 
 
 class Prefetch(enum.Enum):
@@ -206,8 +206,7 @@ class Gathering:
             and not unit.is_fresh
         ):  # kept since forward, but the user has changed the sharded parameters, now shown
             unit.reshard()
-        if unit.residency in NOT_UNSHARDED or unit.dtype is not dtype:
-            unit.start_unshard(dtype)
+        unit.start_unshard(dtype)
         following = order.advance(unit)
         # Before prefetching, so that the next unit can reuse the memory of this one's output. In
         # forward, where less memory is held, the prefetch need not wait for the copy.
@@ -234,11 +233,7 @@ class Gathering:
             if backward
             else self._prefetches_forward
         ):
-            following.start_unshard(
-                following.wanted_dtype()
-                if following.options.full_precision_in_eval
-                else ComputeDtype.TRAIN
-            )
+            following.start_unshard(following.wanted_dtype())
 
     def after_forward(self, unit: Unit, in_graph: bool) -> None:
         """End the last running call of ``unit``. in_graph: backward will use it."""

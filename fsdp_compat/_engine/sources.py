@@ -27,7 +27,8 @@ from .._comm.mesh import axis_of
 from .._comm.transport import Handle, Transport
 from .behavior import Behavior
 from .device import ON_DEVICE, OffloadPolicy, side_stream
-from .storage import GroupMemory, Segments, Storage
+from .group_memory import GroupMemory
+from .storage import Segments, Storage
 from .store import ParamStore
 
 

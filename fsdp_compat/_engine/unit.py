@@ -18,9 +18,10 @@ from ..errors import StateError
 from . import events
 from .behavior import Behavior
 from .buffers import CastBuffers
-from .dtypes import ComputeDtype, map_tensors
+from .dtypes import ComputeDtype
 from .group import Group, start_unshard
 from .module_view import ModuleView, TensorAttributes
+from .nested import map_tensors
 from .store import ModuleSlot
 from .user_changes import Freshness
 
@@ -90,9 +91,7 @@ class Call:
         # Backward may reach calls inside that are in no graph yet (reentrant checkpoints)
         self.hides_calls = False
         self.summoned = unit.view.summoned
-        self.dtype = (
-            unit.wanted_dtype() if unit.options.full_precision_in_eval else ComputeDtype.TRAIN
-        )
+        self.dtype = unit.wanted_dtype()
         self.counted = False  # among the unit's running calls
         self.leaving: list[torch.Tensor] = []  # tensors in the graph that leave the call
         self.age = 0  # of its first node in the graph
@@ -308,12 +307,8 @@ class Unit:
                 self.freshness.record()
             if _torch_private.counts_collectives():
                 self._count_gathers()
-            shown = _torch_private.is_profiling() and _torch_private.begin_range(
-                "all_gather", self.label
-            )
-            start_unshard(self.groups)
-            if shown:
-                shown.close()
+            with _torch_private.profiled("all_gather", self.label):
+                start_unshard(self.groups)
 
     def _count_gathers(self) -> None:
         """Count one all-gather for all groups over the same ranks, even if nothing is sent."""
@@ -325,13 +320,9 @@ class Unit:
         """Collective. Make the unsharded parameters readable."""
         if self.residency is Residency.UNSHARDING:
             events.tell(events.WAITING, self.label)
-            shown = _torch_private.is_profiling() and _torch_private.begin_range(
-                "wait_for_all_gather", self.label
-            )
-            for group in self.groups:
-                group.finish_unshard()
-            if shown:
-                shown.close()
+            with _torch_private.profiled("wait_for_all_gather", self.label):
+                for group in self.groups:
+                    group.finish_unshard()
             self.residency = Residency.UNSHARDED
             events.tell(events.UNSHARDED, self.label)
 

@@ -1,5 +1,6 @@
-"""Detects what the user has changed between steps: memory of tensors (``Addresses``), values of
-sharded parameters (``Freshness``), ``requires_grad``. checks.py decides what each change means."""
+"""Detects what the user has changed between steps: anything at all (``ExternalChanges``), memory of
+tensors (``Addresses``), values of sharded parameters (``Freshness``). checks.py decides what each
+change means."""
 
 from __future__ import annotations
 
@@ -17,11 +18,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import _torch_private
 from .._torch_private import dtensor as torch_dtensor
-from ..errors import StateError
-from .storage import GroupMemory
+from .group import Group
 from .store import ParamStore
 
+_grad, _requires_grad = map(operator.attrgetter, ("grad", "requires_grad"))
 _dtype, _version = map(operator.attrgetter, ("dtype", "_version"))
+_NONES = itertools.repeat(None)
 
 
 class Addresses:
@@ -50,6 +52,76 @@ class Addresses:
             list(map(Tensor.numel, tensors)),
             list(map(_dtype, tensors)),
         )
+
+
+class ExternalChanges:
+    """Whether the user has changed anything since the last ``record``, by a few C calls.
+
+    If gradients of small unsharded parameters are None, and requires_grad and the memory of
+    parameters are the same, units need not be checked one by one, which costs a dozen calls each.
+    """
+
+    def __init__(self, groups: Iterable[Group]) -> None:
+        groups = list(groups)
+        self._small_params = [param for group in groups for param in group.gradients.small.params]
+        self._of_small_params = [group for group in groups for _ in group.gradients.small.params]
+        sharded = [param for group in groups for param, _ in group.store.sharded_params]
+        memories = [memory for group in groups for memory in group.memories]
+        unsharded = [param for memory in memories for param in memory.unsharded_params]
+        self._trainable = [*sharded, *unsharded]
+        self.sharded = Addresses(sharded)
+        self._unsharded = Addresses(map(_torch_private.local_part, unsharded))
+        self._recorded: list[bool] | None = None  # requires_grad
+        # Sharded parameters, with the unsharded ones that have their values. Where the user may
+        # change units at any time (fully_shard), written parameters are gathered again instead.
+        self._written = [
+            (group, param, [m.unsharded_params[i] for m in group.memories for i in indices])
+            for group in groups
+            if group.behavior is None
+            for param, indices in group.store.sharded_params
+            if not param.is_inference()
+        ]
+        self._written_params = [param for _, param, _ in self._written]
+        self._versions = self._count_writes()
+        count_fused_writes(self._written_params)
+
+    def _count_writes(self) -> list[int]:
+        return list(map(_version, self._written_params))
+
+    def follow_writes(self) -> set[Group]:
+        """Tell autograd which unsharded parameters have changed with the sharded ones, so that it
+        refuses backward through graphs that have saved them. Return the changed groups. Writes by
+        ``.data`` or numpy are not seen."""
+        before, self._versions = self._versions, self._count_writes()
+        if before == self._versions:
+            return set()
+        written = [
+            each
+            for each, old, new in zip(self._written, before, self._versions, strict=True)
+            if old != new
+        ]
+        increment_version([p for _, _, params in written for p in params if not p.is_inference()])
+        return {group for group, _, _ in written}
+
+    def groups_with_gradients(self) -> set[Group]:
+        """Return the groups in which small parameters have gradients."""
+        have_come = map(operator.is_not, map(_grad, self._small_params), _NONES)
+        return set(itertools.compress(self._of_small_params, have_come))
+
+    def is_intact(self) -> bool:
+        """True if nothing has changed since ``record`` and no gradient was left."""
+        return (
+            not self.groups_with_gradients()
+            and list(map(_requires_grad, self._trainable)) == self._recorded
+            and not self.sharded.changed()
+            and not self._unsharded.changed()
+        )
+
+    def record(self) -> None:
+        """Compare with the current state from now on: all units were checked and repaired."""
+        self._recorded = list(map(_requires_grad, self._trainable))
+        self.sharded.record()
+        self._unsharded.record()
 
 
 class _Steps:
@@ -142,65 +214,3 @@ class Freshness:
 
 def _has_storage(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
-
-
-class RequiresGrad:
-    """Keeps requires_grad of unsharded parameters equal to that of the sharded ones."""
-
-    def __init__(
-        self, store: ParamStore, memories: Sequence[GroupMemory], large: Collection[nn.Parameter]
-    ) -> None:
-        """large: unsharded parameters that each need a hook once they are trainable."""
-        self._store, self._memories = store, memories
-        self._last = [param.requires_grad for param, _ in store.sharded_params]
-        self._without_hook = set(large)
-
-    def follow(self, where: str) -> list[tuple[int, nn.Parameter]]:
-        """Apply changes since the last call. Return (index, parameter) of large parameters that now
-        need a hook. Raises StateError if parts of a FlatParameter disagree. where: for errors."""
-        found = []
-        for position, (sharded_param, indices) in enumerate(self._store.sharded_params):
-            before = sharded_param.requires_grad
-            if before is self._last[position]:
-                toggled = [
-                    any(m.unsharded_params[i].requires_grad is not before for m in self._memories)
-                    for i in indices
-                ]
-                follow_toggles(sharded_param, toggled, where)
-            self._last[position] = requires_grad = sharded_param.requires_grad
-            for index, memory in itertools.product(indices, self._memories):
-                param = memory.unsharded_params[index]
-                param.requires_grad_(requires_grad)
-                if requires_grad and param in self._without_hook:
-                    self._without_hook.remove(param)
-                    found.append((index, param))
-        return found
-
-
-def follow_toggles(sharded_param: nn.Parameter, toggled: Sequence[bool], where: str) -> None:
-    """Toggle requires_grad of a sharded parameter if the user has toggled its unsharded parameters;
-    raise StateError if only some of them. toggled: one per unsharded parameter."""
-    if not any(toggled):
-        return
-    before = sharded_param.requires_grad
-    if not all(toggled):
-        raise StateError.of(
-            "requires_grad was changed for only some of the parameters in a FlatParameter.",
-            expected="a change for all parameters of the FlatParameter, or use_orig_params=True",
-            got=f"{sum(toggled)} of {len(toggled)} parameters with requires_grad={not before}",
-            where=where,
-            fix="set requires_grad before wrapping, or pass use_orig_params=True",
-        )
-    sharded_param.requires_grad_(not before)
-
-
-def values_lost(name: str, where: str) -> StateError:
-    """Return the error of a parameter that was moved to the meta device with a module inside the
-    sharded one."""
-    return StateError.of(
-        "A module inside a sharded one was moved to the meta device, and its values are lost.",
-        expected="a device with memory",
-        got=f"{name!r} on 'meta'",
-        where=where,
-        fix="build the model again and load a checkpoint; to free memory, delete the whole model",
-    )

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .._engine.dtypes import map_tensors, tensors_in
+from .._engine.nested import map_tensors, tensors_in
 from .._front_ends.flat.flat_param_handle import FlatParamHandle
 from .._state.units import clean_name
 from ..errors import StateError

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch_private
-from .._engine.dtypes import tensors_in
+from .._engine.nested import tensors_in
 from .._torch_private import simulation
 
 KINDS = ("parameters", "gradients", "optimizer", "buffers", "gathered", "reducing", "activations")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._engine.dtypes import map_tensors, tensors_in
+from .._engine.nested import map_tensors, tensors_in
 from .._features.description import UnitDescription
 from ..errors import UsageError
 from ..fully_sharded_data_parallel import FullyShardedDataParallel

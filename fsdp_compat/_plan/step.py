@@ -11,8 +11,8 @@ from torch import nn
 
 from .. import _torch_private
 from .._engine import events
-from .._engine.dtypes import tensors_in
 from .._engine.group import Group
+from .._engine.nested import tensors_in
 from .._engine.runtime import live_runtimes
 from .._features.description import UnitDescription, describe
 from . import simulation

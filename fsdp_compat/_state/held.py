@@ -23,9 +23,9 @@ from torch import nn
 
 from .. import _torch_private
 from .._comm.mesh import Axis, axis_of
-from .._engine.dtypes import tensors_in
 from .._engine.group import Group
 from .._engine.module_view import is_marked
+from .._engine.nested import tensors_in
 from .._engine.state_store import StateStore, store_of
 from .._engine.unit import Unit
 from .._layout.box import Box, Piece, Share

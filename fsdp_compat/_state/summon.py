@@ -11,9 +11,9 @@ from torch import nn
 
 from .. import _torch_private
 from .._engine.group import Group
+from .._engine.requires_grad import follow_toggles
 from .._engine.state_store import StateStore, store_of
 from .._engine.unit import Unit
-from .._engine.user_changes import follow_toggles
 from .held import show
 
 

@@ -23,11 +23,12 @@ from torch import Tensor, nn
 from .. import _torch_private
 from .._comm.host_memory import in_whole_pages
 from .._engine.dtypes import as_bytes
+from .._engine.module_view import values_lost
 from .._engine.ownership import OrigParam
 from .._engine.state_store import StateStore
 from .._engine.storage import new_shard
 from .._engine.store import ModuleSlot, ParamKind, PartialRows, ShardedParam
-from .._engine.user_changes import Addresses, values_lost
+from .._engine.user_changes import Addresses
 from .._layout.rows import Cut
 from .._layout.spec import FlatLayout, Section, aligned
 from .._torch_private import dtensor as torch_dtensor

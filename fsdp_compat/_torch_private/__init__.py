@@ -76,11 +76,14 @@ def on_end_of_backward(callback: Callable[[], None]) -> None:
 is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
-def begin_range(what: str, label: str) -> contextlib.ExitStack:
-    """Let profilers show what is done for a unit until the returned stack is closed."""
-    stack = contextlib.ExitStack()
-    stack.enter_context(torch.profiler.record_function(f"FSDP::{what} ({label})"))
-    return stack
+def profiled(what: str, label: str) -> contextlib.AbstractContextManager[object]:
+    """A context that profilers show as what is done for a unit."""
+    if not is_profiling():
+        return _UNSEEN
+    return torch.profiler.record_function(f"FSDP::{what} ({label})")
+
+
+_UNSEEN = contextlib.nullcontext()
 
 
 # set_compiler(compiler): let ``compiler`` evaluate frames from now on (None: no compilation), and

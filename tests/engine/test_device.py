@@ -16,7 +16,7 @@ class Call:
 
 
 def watched(args: Any, kwargs: Any, call: Any, device: str = "cpu") -> Any:
-    return hooks.on_gradients_of_inputs(args, kwargs, call, torch.device(device))
+    return hooks.alias_inputs(args, kwargs, call, torch.device(device))
 
 
 def test_an_input_is_the_same_tensor_in_all_arguments_and_keeps_its_attributes() -> None:

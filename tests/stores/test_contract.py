@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_compat._engine.storage import GroupMemory
+from fsdp_compat._engine.group_memory import GroupMemory
 from fsdp_compat._engine.store import ParamStore, ReduceForm
 from fsdp_compat._stores.row_store import RowStore
 from fsdp_compat.errors import StateError

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from fsdp_compat._engine.gradients import Gradients
 from fsdp_compat._engine.group import Group
+from fsdp_compat._engine.group_memory import GroupMemory
 from fsdp_compat._engine.reduce import GradBuffer, ReduceBuffer
-from fsdp_compat._engine.storage import GroupMemory
 
 _PLAIN = torch.nn.Parameter.__torch_function__
 
