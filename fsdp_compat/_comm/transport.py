@@ -101,7 +101,7 @@ class Transport(abc.ABC):
     """Communication along one axis. By default a received message needs no further wait, memory is
     ordinary memory, and nothing is mapped.
 
-    Every method is a collective of the axis, except ``allocate``, ``settle``, ``new_tag``,
+    Collective: the axis, for every method except ``allocate``, ``settle``, ``new_tag``,
     ``addresses``, ``unfinished_gather`` and ``require_working``.
 
     ``what`` names what is waited for, for errors. A wait that fails raises StateError, and so does
@@ -191,15 +191,17 @@ class Transport(abc.ABC):
         return self.gather_now(values.reshape(-1), what, VALUES).view(self.ranks, *values.shape)
 
     def any_of(self, flags: Tensor, what: str) -> Tensor:
-        """flags: uint8 [n]. Return their maximum over the ranks."""
+        """flags: uint8 [n], on a device as for ``sum_of``, or on the CPU if ``takes_host_values``.
+        Return their maximum over the ranks."""
         return self.max_of(flags, what)
 
     def sum_of(self, values: Tensor, what: str) -> Tensor:
-        """Return the sum of ``values`` over the ranks; may be computed in place."""
+        """values: of any shape and dtype, on ``device`` or ``values_device``. Return their sum over
+        the ranks there; may be computed in place."""
         return self._by_rank(values, what).sum(0, dtype=values.dtype)
 
     def max_of(self, values: Tensor, what: str) -> Tensor:
-        """Return the maximum of ``values`` over the ranks; may be computed in place."""
+        """As ``sum_of``, for the maximum."""
         return self._by_rank(values, what).amax(0)
 
     def gather_objects(self, value: object) -> list[typing.Any]:
@@ -228,7 +230,8 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def broadcast(self, tensors: Sequence[Tensor], what: str) -> None:
-        """Overwrite contiguous tensors with those of the axis's first rank."""
+        """Overwrite contiguous tensors of any dtype, on ``device`` or ``values_device``, with those
+        of the axis's first rank."""
 
     @abc.abstractmethod
     def exchange(self, sent: Tensor, sizes: Sequence[tuple[int, int]], what: str) -> Tensor:
@@ -255,8 +258,8 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def begin_all_reduce(self, total: Tensor, tag: int, divisor: Tensor | None = None) -> Handle:
-        """Begin to sum ``total`` over the ranks in place and divide it by ``divisor``. All ranks
-        get the same bits."""
+        """Begin to sum ``total`` [S], on ``device``, over the ranks in place and divide it by
+        ``divisor`` (0-d, on the CPU). All ranks get the same bits."""
 
     def continue_all_reduce(self, handle: Handle, total: Tensor, tag: int, what: str) -> Handle:
         """Take one of the ``all_reduce_steps``, and return the new handle. Every group has taken a
@@ -292,7 +295,8 @@ class Transport(abc.ABC):
 
 
 def are_alike(value: str, communicators: Sequence[Transport], what: str) -> bool:
-    """Collective. True if all ranks of these axes have the same ``value``, by its digest."""
+    """True if all ranks of these axes have the same ``value``, by its digest. Collective: these
+    axes."""
     digest = hashlib.sha256(value.encode()).digest()[:_DIGEST_NBYTES]
     # the maximum of the complements gives the minimum: if both equal this rank's bytes, all ranks
     # have the same

@@ -44,7 +44,8 @@ def store_facts(of: Unit, mesh: Mesh, facts: Facts) -> None:
 
 
 def require_units_alike(units: Iterable[Unit], device: torch.device, where: str) -> None:
-    """Raise UsageError, on all ranks, if these have other units over the same mesh. Collective."""
+    """Raise UsageError, on all ranks, if these have other units over the same mesh. Collective:
+    each mesh."""
     kept = [(each, *_of_units[each]) for each in units if each in _of_units]
     require_all_alike(
         [(mesh, device, [each.label.partition(" (")[0], *facts]) for each, mesh, facts in kept],
@@ -53,7 +54,8 @@ def require_units_alike(units: Iterable[Unit], device: torch.device, where: str)
 
 
 def require_all_alike(parts: Iterable[tuple[Mesh, torch.device, Facts]], where: str) -> None:
-    """Raise UsageError, on all ranks of a mesh, if their facts over it differ. Collective."""
+    """Raise UsageError, on all ranks of a mesh, if their facts over it differ. Collective: each
+    mesh."""
     by_mesh: dict[object, tuple[Mesh, torch.device, list[str]]] = {}
     for mesh, device, facts in parts:
         key = mesh.shard.members, mesh.replica.members
@@ -88,7 +90,7 @@ def _require_alike(facts: Facts, mesh: Mesh, device: torch.device, where: str) -
 
 
 def _gathered(value: Any, mesh: Mesh, communicators: Iterable[Transport]) -> dict[int, Any]:
-    """Return every rank's small value, by global rank. Collective."""
+    """Return every rank's small value, by global rank. Collective: the mesh."""
     found = [(mesh.shard.members[mesh.shard.rank], value)]
     for each in communicators:
         found = [pair for pairs in each.gather_objects(found) for pair in pairs]

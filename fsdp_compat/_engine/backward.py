@@ -144,9 +144,9 @@ class BackwardRunner:
         return ReduceOrder.REST_AT_END if has_tags else ReduceOrder.FIXED
 
     def _agree_on_order(self, backward: Backward) -> None:
-        """Collective. Vote which units some rank uses, and whether this backward reaches each at
-        most once, in one order on all ranks. If so, they are reduced during backward; otherwise
-        none is gathered twice or reduced before its end."""
+        """Vote which units some rank uses, and whether this backward reaches each at most once, in
+        one order on all ranks. If so, they are reduced during backward; otherwise none is gathered
+        twice or reduced before its end. Collective: the model."""
         places = {unit: place for place, unit in enumerate(self._gathering.in_backward)}
         calls = [(call, unit) for unit in self._units for call in unit.calls_left(backward.serial)]
         calls.sort(key=lambda each: -each[0].end_tick)
@@ -168,8 +168,9 @@ class BackwardRunner:
             backward.to_reduce = list(self._units)
 
     def _reduce_passed(self, unit: Unit) -> None:
-        """Collective. After a unit was gathered in the fixed order: end the post-backward of units
-        that backward has passed on all ranks. These are the units behind it, but not inside it."""
+        """After a unit was gathered in the fixed order: end the post-backward of units that
+        backward has passed on all ranks. These are the units behind it, but not inside it.
+        Collective: the model."""
         backward = self._current()
         if backward is None or not backward.to_reduce:
             return
@@ -194,7 +195,8 @@ class BackwardRunner:
     @_torch_private.outside_transforms
     def pre_backward(self, call: Call, unit: Unit) -> None:
         """Handle a complete gradient of one of the call's outputs: everything recorded after the
-        call has run (on this device, where autograd has a thread per device). Collective."""
+        call has run (on this device, where autograd has a thread per device). Collective: the
+        unit."""
         if call.summoned or unit.view.summoned:
             raise StateError.of(
                 "Backward reached a forward that ran inside summon_full_params.",
@@ -249,7 +251,8 @@ class BackwardRunner:
             self._side.release()
 
     def _post_backward(self, unit: Unit, backward: Backward, at_end: bool = False) -> None:
-        """Collective. Reshard and start the reduction. Later gradients start another, to add."""
+        """Reshard and start the reduction. Later gradients start another, to add. Collective: the
+        unit."""
         if self._streams is not None:
             self._streams.join()
         if unit.calls:
@@ -269,7 +272,7 @@ class BackwardRunner:
             self._reduce(unit, backward)
 
     def _reduce(self, unit: Unit, backward: Backward) -> None:
-        """Collective. Start to reduce the unit's gradients."""
+        """Start to reduce the unit's gradients. Collective: the unit."""
         received = []
         for group in unit.groups:
             gradients = group.gradients
@@ -285,7 +288,7 @@ class BackwardRunner:
             self._start(unit, received)
 
     def _start(self, unit: Unit, received: list[Gradients]) -> None:
-        """Collective."""
+        """Collective: the unit."""
         events.tell(events.REDUCING, unit.label)
         with _torch_private.profiled("reduce", unit.label):
             self.reductions.start(received)
@@ -302,7 +305,8 @@ class BackwardRunner:
 
     @_torch_private.outside_transforms
     def _end(self, backward: Backward) -> None:
-        """Collective. End the graph task: the remaining post-backwards, and all reductions."""
+        """End the graph task: the remaining post-backwards, and all reductions. Collective: the
+        model."""
         self._join(side=True)
         with torch.no_grad():
             self._gathering.end_backward()
@@ -344,8 +348,8 @@ class BackwardRunner:
             self._step_optimizers(backward)
 
     def _reduce_rest(self, backward: Backward) -> None:
-        """Collective. Reduce what post-backward has left, in one order on all ranks: zeros for
-        groups that only other ranks used, or where the user asked for them."""
+        """Reduce what post-backward has left, in one order on all ranks: zeros for groups that only
+        other ranks used, or where the user asked for them. Collective: the model."""
         every = self._every
         if not backward.used:
             used = [gradients in backward.reduced or gradients.have_come for gradients in every]
@@ -358,8 +362,8 @@ class BackwardRunner:
             self._reduce_used(unit, backward, at_end=True)
 
     def _reduce_used(self, unit: Unit, backward: Backward, at_end: bool = False) -> None:
-        """Collective. Reduce the groups of a unit that some rank has used, with zeros if this one
-        has not."""
+        """Reduce the groups of a unit that some rank has used, with zeros if this one has not.
+        Collective: the unit."""
         policy = unit.behavior.reduction
         reduces = self.sync and policy.sync and not self.reduces_on_finalize
         is_fixed = backward.order is ReduceOrder.FIXED
@@ -381,7 +385,7 @@ class BackwardRunner:
                 self._start(unit, ready)
 
     def begin_finalize(self) -> None:
-        """Collective. Reshard, and start to reduce what backwards have received."""
+        """Reshard, and start to reduce what backwards have received. Collective: the model."""
         self._join()
         for unit in reversed(self._units):
             if unit.behavior.reshard_after_backward:
@@ -393,7 +397,7 @@ class BackwardRunner:
                     self._start(unit, received)
 
     def end_finalize(self) -> None:
-        """Collective. Wait for these reductions."""
+        """Wait for these reductions. Collective: the model."""
         with torch.no_grad():
             with self._on_side():
                 self.reductions.finish()

@@ -49,7 +49,7 @@ class Checks:
         self.changes = ExternalChanges(groups)
 
     def before_forward(self) -> None:
-        """Collective, in the first forward."""
+        """Collective: the model, in the first forward."""
         self.changes.follow_writes()
         if not self.changes.is_intact():
             self._check_units()

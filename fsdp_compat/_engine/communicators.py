@@ -59,7 +59,7 @@ class Communicators:
         self._offloads = list(dict.fromkeys(each for each in offloads if each.is_offloaded))
 
     def any_rank(self, flags: Sequence[bool], what: str) -> list[bool]:
-        """Collective. Return for each flag, one byte, whether it is set on any rank."""
+        """Return for each flag, one byte, whether it is set on any rank. Collective: all axes."""
         on_host = all(each.takes_host_values for each in self._communicators)
         device = torch.device("cpu") if on_host else self._device
         values = torch.tensor(flags, dtype=torch.uint8, device=device)

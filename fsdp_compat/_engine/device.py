@@ -97,13 +97,14 @@ class SideStream:
             yield
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
-        """Inside ``work``: keep tensors of the computing stream that it reads until ``release``."""
+        """Inside ``work``: keep tensors of the computing stream, which the work reads, until the
+        computing stream calls ``release``."""
         if torch.accelerator.current_stream(self._device) == self._stream:
             self._held += tensors
             self._read = self._stream.record_event()
 
     def release(self) -> None:
-        """Let the current stream wait until the held tensors were read, and drop them."""
+        """On the computing stream: wait until the held tensors were read, and drop them."""
         if self._read is not None:
             torch.accelerator.current_stream(self._device).wait_event(self._read)
             self._held, self._read = [], None

@@ -87,7 +87,7 @@ def norm_of(
 
 
 def _norm_of_dtensor(grad: Any, order: float) -> Tensor:
-    """Return the norm of a DTensor, as one element that stands for all. Collective."""
+    """Return the norm of a DTensor, as one element that stands for all. Collective: its mesh."""
     return typing.cast(Tensor, torch.linalg.vector_norm(grad, order).full_tensor().reshape(1))
 
 
@@ -108,7 +108,8 @@ def dtype_of_norm(
 
 
 def norm_over_ranks(axis: Transport, local: Tensor, norm_type: float) -> Tensor:
-    """Return the norms, of any shape, of what the ranks of an axis hold together. Collective."""
+    """Return the norms, of any shape, of what the ranks of an axis hold together. Collective: the
+    axis."""
     what = "the norm of the gradients"
     if not math.isinf(norm_type):
         return axis.sum_of(local.pow(norm_type), what).pow(1 / norm_type)

@@ -164,7 +164,7 @@ class Gradients:
 
     def _buffer_for(self, indices: Collection[int]) -> GradBuffer:
         """Return a buffer for trainable parameters, ``indices``, and received gradients, even of
-        parameters frozen since. Collective if a reduction is in flight."""
+        parameters frozen since. Collective: the group, if a reduction is in flight."""
         before = self._buffer
         form = self._store.reduce_form(itertools.chain(indices, self.received))
         if before is not None and before.form is form:
@@ -205,7 +205,8 @@ class Gradients:
         )
 
     def start_reduction(self) -> Reduction:
-        """Collective. Start to reduce the received gradients, with zeros for the others."""
+        """Start to reduce the received gradients, with zeros for the others. Collective: the
+        group."""
         if self.reduction is not None:
             self.finish_reduction()
         stages = self._buffer_for(()).reduce(self._behavior.reduction, self.what)
@@ -213,7 +214,8 @@ class Gradients:
         return reduction
 
     def finish_reduction(self) -> None:
-        """Collective. Wait for the reduction, if there is one, and accumulate its result."""
+        """Wait for the reduction, if there is one, and accumulate its result. Collective: the
+        group."""
         if self.reduction is not None:
             reduction, self.reduction = self.reduction, None
             self.sharded.accumulate(reduction.finish(), self.axes, self.what)
@@ -263,7 +265,8 @@ class Gradients:
 
 
 class InFlightReductions:
-    """The reductions that one backward has started, unit by unit, oldest first."""
+    """The reductions that one backward has started, unit by unit, oldest first. BackwardRunner
+    calls it on the side stream or, at the end, on the computing stream, which has joined it."""
 
     def __init__(self, frees_at_once: bool) -> None:
         """frees_at_once: a side stream waits, and can reuse enqueued buffers."""
@@ -277,7 +280,7 @@ class InFlightReductions:
         self._rest: list[Gradients] = []
 
     def start(self, unit: list[Gradients]) -> None:
-        """Collective. Start the reductions of a unit."""
+        """Start the reductions of a unit. Collective: the unit."""
         self.limit_in_flight()
         if _torch_private.counts_collectives():
             for gradients in {gradients.axes.shard: gradients for gradients in unit}.values():
@@ -294,7 +297,8 @@ class InFlightReductions:
             self._free_buffers(0)
 
     def limit_in_flight(self) -> None:
-        """Collective. Before another buffer takes memory: free the oldest beyond the limit."""
+        """Before another buffer takes memory: free the oldest beyond the limit. Collective: the
+        model."""
         if self.limit is not None:
             self._free_buffers(self.limit)
 
@@ -304,7 +308,7 @@ class InFlightReductions:
             self._rest = _advance(self._rest, Left.WAIT) + freed  # what older units have sent
 
     def finish(self) -> None:
-        """Collective. Finish all reductions, stage by stage for all groups together."""
+        """Finish all reductions, stage by stage for all groups together. Collective: the model."""
         groups = list(itertools.chain(self._rest, *self._units))
         reductions = [gradients.reduction for gradients in groups if gradients.reduction]
         while unfinished := [each for each in reductions if each.left not in (None, Left.READ)]:
@@ -321,8 +325,8 @@ class InFlightReductions:
 
 
 def _advance(groups: Iterable[Gradients], *stages: Left) -> list[Gradients]:
-    """Collective. Advance reductions whose next stage is in ``stages``, accumulate complete ones,
-    and return the groups with unfinished ones."""
+    """Advance reductions whose next stage is in ``stages``, accumulate complete ones, and return
+    the groups with unfinished ones. Collective: these groups."""
     left = []
     for gradients in groups:
         reduction = gradients.reduction

@@ -49,8 +49,8 @@ class Group:
         reshard_after_forward: bool = True,
         behavior: Behavior | None = None,
     ) -> None:
-        """Collective over the mesh, once per process group. offload: the shard is on the CPU.
-        behavior: of the unit, if the user may change it; sharded parameters are DTensors then."""
+        """offload: the shard is on the CPU. behavior: of the unit, if the user may change it;
+        sharded parameters are DTensors then. Collective: the mesh, once per process group."""
         self.store, self.device, self.behavior = store, device, behavior
         precision = precision.for_grads_of(store.sharded_params[0].parameter)
         self.offload: OffloadPolicy = on_host(device) if offload else ON_DEVICE
@@ -182,7 +182,7 @@ class Group:
 
     def gather_full(self, own: Tensor | None = None) -> Tensor:
         """Gather every rank's ``own`` [S], by default the shard; return [ranks * S], in new memory
-        unless there is one rank. Collective."""
+        unless there is one rank. Collective: the shard axis."""
         own = self.store.shard if own is None else own
         events.tell(events.GATHERING_STATE, self.name)
         full = self.shard.gather_now(self.offload.to_compute(own), "a gather of state")
@@ -208,7 +208,7 @@ class Group:
 
 def start_unshard(groups: Sequence[Group]) -> None:
     """Start to unshard a unit's groups, with one all-gather per axis where possible. Collective:
-    the shard axis of each."""
+    the unit."""
     together: dict[Transport, list[tuple[AllGather, GroupMemory]]] = {}
     for group in groups:
         source, memory = group.choose_source(), group.memory

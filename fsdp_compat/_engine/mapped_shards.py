@@ -64,7 +64,7 @@ class MappedShards:
         return pass_ in self._open
 
     def begin(self, pass_: Pass) -> None:
-        """Collective. A pass begins: all shards have their values when this returns."""
+        """A pass begins: all shards have their values when this returns. Collective: the model."""
         if self._axes is None:
             self._axes = self._decide()
         if not self._axes:
@@ -101,15 +101,16 @@ class MappedShards:
             ]
 
     def end(self, pass_: Pass, has_raised: bool = False) -> None:
-        """Collective. Wait until no rank reads shards any more in the pass. Raises StateError, for
-        good, if only another rank has raised: none would wait for units that it did not use."""
+        """Wait until no rank reads shards any more in the pass. Raises StateError, for good, if
+        only another rank has raised: none would wait for units that it did not use. Collective: the
+        model."""
         self.stop_reading(pass_, has_raised)
         what = f"the end of a {pass_.name.lower()} of {self._label}"
         for axis, handle in self._open.pop(pass_, ()):
             axis.communicator.end_barrier(handle, what, fails=not has_raised)
 
     def _decide(self) -> list[_Axis]:
-        """Collective. Return the axes along which something can be mapped."""
+        """Return the axes along which something can be mapped. Collective: the model."""
         found: dict[int, _Axis] = {}
         for group in self._candidates:
             axis = found.get(id(group.shard))
@@ -124,8 +125,8 @@ class MappedShards:
     @torch.inference_mode(False)
     @torch.no_grad()
     def _map(self, axis: _Axis) -> str:
-        """Collective. Map the shards where they are now. If some rank cannot map all of them,
-        return the reason and change nothing, on all ranks."""
+        """Map the shards where they are now. If some rank cannot map all of them, return the reason
+        and change nothing, on all ranks. Collective: the axis."""
         addresses = axis.addresses()  # first: a fork in another thread may move shards meanwhile
         mappings = axis.communicator.map_shards(
             [group.store.shard.detach() for group in axis.groups],

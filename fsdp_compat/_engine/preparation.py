@@ -56,7 +56,8 @@ class Preparation:
                 _require_reset(root, child)
 
     def of_unit(self, unit: nn.Module, members: Iterable[OrigParam]) -> list[OrigParam]:
-        """Prepare a unit's modules, and return its parameters. Collective if it broadcasts."""
+        """Prepare a unit's modules, and return its parameters. Collective: the mesh, if it
+        broadcasts."""
         if self._was_meta:
             give_back_freed()  # memory of the previous unit
         modules = [module for module in self._modules.pop(unit) if module not in self._done]

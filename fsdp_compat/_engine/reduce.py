@@ -111,8 +111,9 @@ class ReduceBuffer:
     # -- gradients
 
     def put(self, indices: Sequence[int], grads: list[Tensor]) -> None:
-        """Assign gradients not yet received, and add the others. An index may come twice. May
-        empty ``grads``, so that each is freed once it was copied."""
+        """Assign gradients not yet received, and add the others. grads: in the shapes of unsharded
+        parameters ``indices``, of any dtype. An index may come twice. May empty ``grads``, so that
+        each is freed once it was copied."""
         received = self.received
         if not received:
             self._allocate()
@@ -205,9 +206,9 @@ class ReduceBuffer:
     # -- the reduction
 
     def reduce(self, policy: ReducePolicy, what: str) -> Stages:
-        """Reduce the gradients, with zeros for those not received. Collective. At the end of
-        backward, the stages of all groups are interleaved, so that ranks that finish groups in
-        different orders cannot deadlock."""
+        """Reduce the gradients, with zeros for those not received. At the end of backward, the
+        stages of all groups are interleaved, so that ranks that finish groups in different orders
+        cannot deadlock. Collective: the group."""
         axes, dtype, received = self._axes, self._own.buffer.dtype, self.indices
         self._zero_missing()
         if policy.finds_unused:
@@ -369,7 +370,8 @@ class ReduceBuffer:
 
 
 class DirectGradBuffer:
-    """Passes gradients on without a buffer: for one rank, where parameters keep their shapes."""
+    """Passes gradients on without a buffer: for one rank, where parameters keep their shapes. The
+    methods are those of ReduceBuffer; the result of ``reduce`` is what ``put`` got, or its sum."""
 
     def __init__(self, store: ParamStore) -> None:
         self.form: ReduceForm = store.reduce_form()
@@ -408,7 +410,8 @@ GradBuffer = ReduceBuffer | DirectGradBuffer
 
 
 class Reduction:
-    """A reduction in flight, advanced stage by stage or finished at once."""
+    """A reduction in flight, advanced stage by stage or finished at once. Collective: the group,
+    for every method."""
 
     __slots__ = ("_stages", "grads", "left")
 

@@ -89,8 +89,8 @@ class Runtime:
         kwargs: dict[str, Any],
         module: nn.Module | None = None,
     ) -> Any:
-        """Run a forward of ``unit`` with unsharded parameters. Collective. torch.compile traces
-        only ``function``. module: the called one, if the unit has several."""
+        """Run a forward of ``unit`` with unsharded parameters. torch.compile traces only
+        ``function``. module: the called one, if the unit has several. Collective: the unit."""
         compiler = _torch_private.set_compiler(None)
         call = Call(unit, next(self._ticks), module)
         try:
@@ -139,8 +139,8 @@ class Runtime:
         kwargs: dict[str, Any],
         ranks_in_rounds: bool,
     ) -> Any:
-        """Run another entry point in the same way. Collective. ranks_in_rounds: ranks may call the
-        units below different numbers of times (see Rounds)."""
+        """Run another entry point in the same way. ranks_in_rounds: ranks may call the units below
+        different numbers of times (see Rounds). Collective: the model."""
         if not ranks_in_rounds or self._stack or _torch_private.in_graph_task():
             return self.run(unit, function, args, kwargs)
         rounds = self._gathering.rounds
@@ -152,7 +152,7 @@ class Runtime:
     def pre_forward(
         self, call: Call, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any]:
-        """Begin a forward call. Returns its inputs, moved and cast. Collective."""
+        """Begin a forward call. Returns its inputs, moved and cast. Collective: the unit."""
         recomputing = _torch_private.graph_task() != -1
         # Recomputing the root, too, starts from the inputs as the user passed them.
         outermost = unit is self.root or not (recomputing or self._stack)
@@ -261,12 +261,13 @@ class Runtime:
             self.backward.sync = before
 
     def begin_finalize(self) -> None:
-        """Collective. Start to reduce what backwards have received."""
+        """Start to reduce what backwards have received. Collective: the model."""
         self.require_idle("finalize_backward()")
         self.backward.begin_finalize()
 
     def reset(self) -> None:
-        """Discard what an exception has left, even gradients. Collective if any is in flight."""
+        """Discard what an exception has left, even gradients. Collective: the model, if any
+        gradient is in flight."""
         self.require_idle("reset_iter_state()")
         self._stack.clear()
         self.backward.discard()

@@ -124,7 +124,8 @@ class Rounds:
         self._stop()
 
     def gather_before(self, unit: Unit, order: Order) -> None:
-        """Collective. Gather the units that come before ``unit``, and the unit itself."""
+        """Gather the units that come before ``unit``, and the unit itself. Collective: the
+        model."""
         if (
             self._inside
             and unit.residency is Residency.SHARDED
@@ -136,7 +137,7 @@ class Rounds:
             self._gather(order, in_use=unit)
 
     def gather_rest(self, order: Order) -> None:
-        """Collective. Gather the units that this pass or round has not gathered yet."""
+        """Gather the units that this pass or round has not gathered yet. Collective: the model."""
         while self.is_fixed_order and order.to_issue:
             self._gather(order)
 
@@ -151,7 +152,8 @@ class Rounds:
         order.after_gather(unit)
 
     def _next_round(self, is_running: bool) -> bool:
-        """Collective. End a round; begin another, and return True, if the method still runs."""
+        """End a round; begin another, and return True, if the method still runs. Collective: the
+        model."""
         end_gathers(self._units, self._communicators)
         [again] = self._communicators.any_rank(
             [is_running], "the end of a method that ranks run in rounds"
@@ -192,7 +194,8 @@ class Gathering:
         return sorted(units, key=around.__getitem__)
 
     def unshard_for_use(self, unit: Unit, dtype: ComputeDtype, backward: bool) -> None:
-        """Collective. Unshard and show ``unit``; prefetch. backward: also in recomputations."""
+        """Unshard and show ``unit``; prefetch. backward: also in recomputations. Collective: the
+        unit."""
         if self.streams is not None:
             self.streams.join()
         order = self.backward_order if backward else self.forward_order
@@ -221,7 +224,8 @@ class Gathering:
             unit.view.keep_showing_unsharded()
 
     def _prefetch(self, unit: Unit, following: Unit | None, backward: bool) -> None:
-        """Collective. Start to gather the units that the user has listed, or ``following``."""
+        """Start to gather the units that the user has listed, or ``following``. Collective: these
+        units."""
         behavior = unit.behavior
         listed = behavior.backward_prefetch if backward else behavior.forward_prefetch
         if listed:
@@ -263,8 +267,8 @@ class Gathering:
             unit.reshard()
 
     def begin_forward(self) -> None:
-        """Collective if mapped shards may be read. A method that runs in rounds is one pass: ranks
-        may make different numbers of calls in it."""
+        """A method that runs in rounds is one pass: ranks may make different numbers of calls in
+        it. Collective: the model, if mapped shards may be read."""
         is_inside = self.rounds.is_in_method and self.mapped.is_open(Pass.FORWARD)
         if not is_inside and self._reads_shards():
             self.mapped.begin(Pass.FORWARD)
@@ -281,29 +285,29 @@ class Gathering:
         )
 
     def end_forward(self) -> None:
-        """Collective."""
+        """Collective: the model."""
         self.rounds.gather_rest(self.forward_order)
 
     def end_gathers(self, has_raised: bool, in_graph: bool) -> None:
-        """End the outermost forward, see ``end_gathers``. Collective."""
+        """End the outermost forward, see ``end_gathers``. Collective: the model."""
         end_gathers(self._units, self.communicators, in_graph)
         if not self.rounds.is_in_method:
             # in a fixed order, the other ranks can go on without one that raised
             self.mapped.end(Pass.FORWARD, has_raised and not self.rounds.is_fixed_order)
 
     def end_rounds(self) -> None:
-        """End a method that ran in rounds. Collective."""
+        """End a method that ran in rounds. Collective: the model."""
         self.rounds.end()
         self.mapped.end(Pass.FORWARD)
 
     def begin_backward(self) -> None:
-        """Collective if mapped shards may be read."""
+        """Collective: the model, if mapped shards may be read."""
         if self._reads_shards():
             self.mapped.begin(Pass.BACKWARD)
         self.backward_order.restart(self.in_backward if self.rounds.is_fixed_order else ())
 
     def end_backward(self) -> None:
-        """Collective."""
+        """Collective: the model."""
         self.rounds.gather_rest(self.backward_order)
 
     def forget_backward(self) -> None:

@@ -43,7 +43,7 @@ class TensorParallel:
 
     def local(self, value: Tensor) -> Tensor:
         """value: a DTensor of the parameter's shape. Return this process's part of it in the
-        parameter's placements. Collective if placements or meshes differ."""
+        parameter's placements. Collective: the mesh, if placements or meshes differ."""
         if _torch_private.is_plain(value):
             return value
         if value.device_mesh != self.mesh:  # type: ignore[attr-defined]
@@ -52,7 +52,7 @@ class TensorParallel:
         return result
 
     def whole(self, local: Tensor) -> Tensor:
-        """Return the whole parameter. Collective over its mesh."""
+        """Return the whole parameter. Collective: the mesh."""
         result: Tensor = self.wrap(local).full_tensor()  # type: ignore[attr-defined]
         return result
 

@@ -294,7 +294,7 @@ class Unit:
         events.tell(events.UNSHARDING, self.label)
 
     def start_unshard(self, dtype: ComputeDtype = ComputeDtype.TRAIN) -> None:
-        """Collective. Start the all-gather, unless it was started in this dtype."""
+        """Start the all-gather, unless it was started in this dtype. Collective: the shard axes."""
         if self.dtype is not dtype and not self.running and not self.view.summoned:
             self.reshard()
             self.dtype = dtype
@@ -317,7 +317,7 @@ class Unit:
                 _torch_private.count_collective("_allgather_base_")
 
     def finish_unshard(self) -> None:
-        """Collective. Make the unsharded parameters readable."""
+        """Make the unsharded parameters readable. Collective: the shard axes."""
         if self.residency is Residency.UNSHARDING:
             events.tell(events.WAITING, self.label)
             with _torch_private.profiled("wait_for_all_gather", self.label):
@@ -403,7 +403,8 @@ class Unit:
         ) and self.is_fresh
 
     def unshard_for_others(self) -> None:
-        """Collective. Gather an unsharded unit again for other ranks that gather it."""
+        """Gather an unsharded unit again for other ranks that gather it. Collective: the shard
+        axes."""
         self.residency = Residency.SHARDED  # as on those ranks
         self.start_unshard(self.dtype)
         self.finish_unshard()
