@@ -288,8 +288,8 @@ BREAKS = (
     ),
     Break(
         "no reshard after forward",
-        "                not behavior.reshard_after_forward\n                or",
-        "                behavior.reshard_after_forward\n                or",
+        "if not (behavior.reshard_after_forward or is_fixed):",
+        "if not is_fixed:",
         "tests/engine/test_counts.py -k full_shard_gathers",
     ),
     Break(

@@ -44,7 +44,7 @@ class Runtime:
         black_box.begin_if_asked()
         for unit, name in zip(self.units, names, strict=True):
             if unit.runtime is not None:
-                unit.runtime.reshard_all()
+                runtime_of(unit).reshard_all()
             label = f"unit {name!r}" if name else f"the root unit (a {type(unit.module).__name__})"
             unit.runtime, unit.label = self, label
         device = root.options.device

@@ -52,6 +52,9 @@ class Order:
     def restart(self, to_issue: Sequence[Unit] = ()) -> None:
         self._last, self._now, self.to_issue = self._now or self._last, [], list(to_issue)
 
+    def forget(self) -> None:
+        self._last, self._now, self.to_issue = [], [], []
+
     def advance(self, unit: Unit) -> Unit | None:
         """Record the use of ``unit``; return the unit to prefetch, or None."""
         now, last = self._now, self._last
@@ -241,27 +244,20 @@ class Gathering:
 
     def after_forward(self, unit: Unit, in_graph: bool) -> None:
         """End the last running call of ``unit``. in_graph: backward will use it."""
-        behavior, keeps = unit.behavior, in_graph and not self.rounds.is_fixed_order
-        if unit.freshness is None:
-            # In a fixed order none is kept, so that ranks gather the same units again.
-            if keeps and (
-                not behavior.reshard_after_forward
-                or unit is self._first_in_backward
-                or unit is self._units[0]  # the root
-            ):
-                unit.view.show_sharded()
-            elif in_graph or behavior.reshard_after_forward or self.rounds.is_fixed_order:
-                unit.reshard()
-            else:  # evaluation and generation call it repeatedly
-                unit.stay_unsharded()
-            return
+        behavior, is_fixed = unit.behavior, self.rounds.is_fixed_order
+        # In a fixed order none is kept, so that ranks gather the same units again.
+        keeps, is_flat = in_graph and not is_fixed, unit.freshness is None
         unit.pinned = False
-        if not behavior.reshard_after_forward and not self.rounds.is_fixed_order:
-            unit.views_of_users.watch(in_graph)
-            return  # even after a forward without a graph: generation calls it repeatedly
-        if keeps and behavior.partial_ranks:
+        if not (behavior.reshard_after_forward or is_fixed):
+            if not is_flat:  # even after a forward without a graph: generation calls it repeatedly
+                unit.views_of_users.watch(in_graph)
+            elif in_graph:
+                unit.view.show_sharded()
+            else:
+                unit.stay_unsharded()
+        elif keeps and behavior.partial_ranks:
             unit.reshard_to_partial()
-        elif keeps and unit is self._first_in_backward:
+        elif keeps and (unit is self._first_in_backward or (is_flat and unit.is_root)):
             unit.view.show_sharded()
         else:
             unit.reshard()
@@ -312,6 +308,4 @@ class Gathering:
 
     def forget_backward(self) -> None:
         """After a backward that raised, perhaps at different units on each rank."""
-        order = self.backward_order
-        self.backward_order = Order()
-        self.backward_order.after_gather = order.after_gather
+        self.backward_order.forget()

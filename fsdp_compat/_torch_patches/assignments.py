@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import _torch_private
+from .._engine.runtime import runtime_of
 from .._engine.state_store import StateStore, store_of
 from .._engine.unit import Residency, Unit
 from .._state import optimizer_checks
@@ -125,8 +126,7 @@ def _why_not(
         return "an assignment to a part of a FlatParameter (use_orig_params=False)"
     if value is sharded_param:
         return ""
-    assert unit.runtime is not None
-    if unit.runtime.runs:
+    if runtime_of(unit).runs:
         return "an assignment inside forward or backward"
     if unit.residency is Residency.UNSHARDED:
         return "an assignment between forward and backward, while the unit is unsharded"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..._engine.runtime import Runtime
+from ..._engine.runtime import Runtime, runtime_of
 from ..._engine.unit import Residency, Unit
 
 
@@ -30,7 +30,7 @@ class UnitHandle(UnshardHandle):
         if unit.residency is Residency.UNSHARDED:
             unit.view.show_unsharded()
             unit.views_of_users.watch(in_graph=False)
-        if unit.runtime is None or not unit.runtime.runs:
+        if unit.runtime is None or not runtime_of(unit).runs:
             for group in unit.groups:
                 group.shard.settle("parameters that this rank has sent")
 
