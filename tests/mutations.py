@@ -444,8 +444,8 @@ BREAKS = (
     ),
     Break(
         "sums without all-reduce dropped",
-        "total, received = total.add(before), received | its_received",
-        "received = received | its_received",
+        "total, received = total.add(earlier_total), received | earlier_received",
+        "received = received | earlier_received",
         f"{FULLY_SHARD}/test_parity.py -k four_ranks",
     ),
     Break(

@@ -219,7 +219,7 @@ class BackwardRunner:
             self._streams.join()
             # Gradients of inputs that this rank's data did not use never come.
             if call.inputs is not None:
-                call.inputs.left = sum(map(_torch_private.runs_now, call.inputs.nodes))
+                call.inputs.num_left = sum(map(_torch_private.runs_now, call.inputs.nodes))
         entered = backward.entered
         if self._prefetches_late:
             unit.start_unshard(call.dtype)

@@ -21,7 +21,7 @@ from .communicators import ReduceAxes
 from .device import side_stream
 from .dtypes import Precision
 from .group_memory import GroupMemory
-from .reduce import DirectGradBuffer, GradBuffer, Left, ReduceBuffer, Reduction, predivisor
+from .reduce import DirectGradBuffer, GradBuffer, ReduceBuffer, Reduction, Stage, predivisor
 from .store import ParamStore, ReduceForm
 
 # Parameters with so many elements have a hook each, which moves the gradient as it comes; gradients
@@ -287,10 +287,10 @@ class InFlightReductions:
                 gradients.count_collectives()
         is_in_order = self.limit is not None
         if is_in_order:  # beside this unit's messages
-            _advance(itertools.chain(self._rest, *self._units), Left.HOST, Left.MESSAGES)
+            _advance(itertools.chain(self._rest, *self._units), Stage.HOST, Stage.MESSAGES)
         for gradients in unit:
             reduction = gradients.start_reduction()
-            if reduction.left is Left.HOST and is_in_order:  # as on the other ranks of the host
+            if reduction.next is Stage.HOST and is_in_order:  # as on the other ranks of the host
                 reduction.advance()
         self._units.append(unit)
         if self._frees_at_once:
@@ -304,14 +304,14 @@ class InFlightReductions:
 
     def _free_buffers(self, limit: int) -> None:
         while len(self._units) > limit:
-            freed = _advance(self._units.popleft(), Left.SUM)
-            self._rest = _advance(self._rest, Left.WAIT) + freed  # what older units have sent
+            freed = _advance(self._units.popleft(), Stage.SUM)
+            self._rest = _advance(self._rest, Stage.WAIT) + freed  # what older units have sent
 
     def finish(self) -> None:
         """Finish all reductions, stage by stage for all groups together. Collective: the model."""
         groups = list(itertools.chain(self._rest, *self._units))
         reductions = [gradients.reduction for gradients in groups if gradients.reduction]
-        while unfinished := [each for each in reductions if each.left not in (None, Left.READ)]:
+        while unfinished := [each for each in reductions if each.next not in (None, Stage.READ)]:
             for reduction in unfinished:
                 reduction.advance()
         for gradients in groups:
@@ -324,20 +324,20 @@ class InFlightReductions:
         self._rest.clear()
 
 
-def _advance(groups: Iterable[Gradients], *stages: Left) -> list[Gradients]:
+def _advance(groups: Iterable[Gradients], *stages: Stage) -> list[Gradients]:
     """Advance reductions whose next stage is in ``stages``, accumulate complete ones, and return
     the groups with unfinished ones. Collective: these groups."""
-    left = []
+    unfinished = []
     for gradients in groups:
         reduction = gradients.reduction
         if reduction is not None:  # None: a later gradient has finished it
-            if reduction.left in stages:
+            if reduction.next in stages:
                 reduction.advance()
-            if reduction.left is not None:
-                left.append(gradients)
+            if reduction.next is not None:
+                unfinished.append(gradients)
             else:
                 gradients.finish_reduction()
-    return left
+    return unfinished
 
 
 _GRAD = itertools.repeat("grad")

@@ -179,7 +179,7 @@ def alias_inputs(
     def hook(grad: Tensor) -> None:
         inputs = reference()
         if inputs is not None:
-            inputs.left -= 1
+            inputs.num_left -= 1
 
     def watched(tensor: Tensor) -> Tensor:
         if id(tensor) in aliases:

@@ -24,7 +24,7 @@ from .storage import Segments, Storage
 from .store import ParamStore, ReduceForm
 
 
-class Left(enum.Enum):
+class Stage(enum.Enum):
     """What the next stage of a reduction does."""
 
     SUM = enum.auto()  # waits for the sum over the shard axis, frees the buffer, and may send
@@ -35,7 +35,7 @@ class Left(enum.Enum):
 
 
 # of a reduction; the last yields the gradients of all sharded parameters
-Stages = Iterator[Sequence[Tensor | None] | Left]
+Stages = Iterator[Sequence[Tensor | None] | Stage]
 
 
 class Views(typing.NamedTuple):
@@ -224,7 +224,7 @@ class ReduceBuffer:
             total = self._by_hook(policy.hook)
         elif policy.custom is not None and axes.shard.ranks > 1:
             total = self._by_custom(policy.custom)
-            yield Left.MESSAGES
+            yield Stage.MESSAGES
         else:
             # If the sum is not rounded, it can be divided in the same pass.
             is_exact = dtype == self._sum_dtype or not policy.rounds_first
@@ -236,8 +236,8 @@ class ReduceBuffer:
             wide, total = total, total.to(dtype)
         if axes.have_replicas:
             if self._partial is not None:
-                before, its_received = self._partial
-                total, received = total.add(before), received | its_received
+                earlier_total, earlier_received = self._partial
+                total, received = total.add(earlier_total), received | earlier_received
                 self._partial = None
             if axes.is_hybrid and not policy.over_replicas:
                 self._partial = total, received
@@ -257,7 +257,7 @@ class ReduceBuffer:
         if len(received) < len(self.form.indices):
             read = read_later(self.form.marks(total))
             if has_streams(total.device):
-                yield Left.READ
+                yield Stage.READ
             marks = zip(self.form.indices, read(), strict=True)
             unused = {index for index, mark in marks if not mark}
             grads = [None if index in unused else grad for index, grad in enumerate(grads)]
@@ -265,17 +265,17 @@ class ReduceBuffer:
 
     def _run_all_reduce_hook(
         self, policy: ReducePolicy, total: Tensor, what: str
-    ) -> Iterator[Left]:
+    ) -> Iterator[Stage]:
         replica, hook, stream = self._axes.replica, policy.all_reduce_hook, policy.all_reduce_stream
         assert hook is not None
         if replica.reads_later:
-            yield Left.WAIT
+            yield Stage.WAIT
             replica.settle(what, only_reductions=True)  # the hook may write
         if stream is None:
             hook(total)
         else:
             wait = run_on(stream, hook, total)
-            yield Left.WAIT  # it runs beside the next unit's backward
+            yield Stage.WAIT  # it runs beside the next unit's backward
             wait()
 
     def _zero_missing(self) -> None:
@@ -302,7 +302,7 @@ class ReduceBuffer:
             value = 1.0 if self._axes.one_group else float(self._axes.replica.ranks)
         return self._divided[1] if value == self._divided[1].value else Divisor(value)
 
-    def _scatter(self, what: str, divisor: Tensor | None) -> Generator[Left, None, Tensor]:
+    def _scatter(self, what: str, divisor: Tensor | None) -> Generator[Stage, None, Tensor]:
         """Return the sum [S] over the shard axis, divided, and free the buffer."""
         axis = self._axes.shard
         if axis.ranks == 1:
@@ -314,18 +314,18 @@ class ReduceBuffer:
         if axis.reduce_steps:
             self._free()
             for _ in range(axis.reduce_steps):
-                yield Left.HOST
+                yield Stage.HOST
                 pending = axis.continue_reduce(pending, self._sum_dtype, tag, what)
-            yield Left.WAIT if self._axes.replica.ranks == 1 else Left.MESSAGES
+            yield Stage.WAIT if self._axes.replica.ranks == 1 else Stage.MESSAGES
         else:
-            yield Left.SUM
+            yield Stage.SUM
         total = axis.end_reduce(pending, own, self._sum_dtype, what, divisor)
         self._free()
         return total
 
     def _sum_replicas(
         self, what: str, total: Tensor, divisor: Divisor
-    ) -> Generator[Left, None, tuple[Tensor, Divisor]]:
+    ) -> Generator[Stage, None, tuple[Tensor, Divisor]]:
         """Return ``total`` summed over the replica axis, and its remaining divisor."""
         axis, tag = self._axes.replica, self._axes.replica_tag
         total = total.to(self._own.buffer.dtype)  # the all-reduce has the same dtype
@@ -333,9 +333,9 @@ class ReduceBuffer:
         now = divisor.is_exact or total.dtype == self._sum_dtype
         pending = axis.begin_all_reduce(total, tag, divisor.tensor if now else None)
         for step in range(axis.all_reduce_steps):
-            yield Left.HOST if step < axis.reduce_steps else Left.MESSAGES
+            yield Stage.HOST if step < axis.reduce_steps else Stage.MESSAGES
             pending = axis.continue_all_reduce(pending, total, tag, what)
-        yield Left.WAIT
+        yield Stage.WAIT
         axis.end_all_reduce(pending, total, what)
         return total, _DIVIDED if now else divisor
 
@@ -413,21 +413,21 @@ class Reduction:
     """A reduction in flight, advanced stage by stage or finished at once. Collective: the group,
     for every method."""
 
-    __slots__ = ("_stages", "grads", "left")
+    __slots__ = ("_stages", "grads", "next")
 
     def __init__(self, stages: Stages) -> None:
         self._stages = stages
-        self.left: Left | None = None
+        self.next: Stage | None = None
         self.grads: Sequence[Tensor | None] | None = None  # by sharded parameter, at the end
         self.advance()
 
     def advance(self) -> None:
         if self.grads is None:
-            found = next(self._stages)
-            if isinstance(found, Left):
-                self.left = found
+            result = next(self._stages)
+            if isinstance(result, Stage):
+                self.next = result
             else:
-                self.left, self.grads = None, found
+                self.next, self.grads = None, result
 
     def finish(self) -> Sequence[Tensor | None]:
         while self.grads is None:

@@ -63,7 +63,7 @@ class Inputs:
 
     def __init__(self) -> None:
         self.nodes: list[Any] = []
-        self.left = 0  # how many of them the running backward has yet to reach
+        self.num_left = 0  # how many of them the running backward has yet to reach
         # While the call runs: containers of inputs, and by id of an alias in them: alias, input
         self.containers: list[Any] = []
         self.originals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -121,7 +121,7 @@ class Call:
     def has_run_backward(self) -> bool:
         """True if backward has run all that the call computed from its inputs, on any device. Never
         for a call without inputs in the graph."""
-        return self.inputs is not None and bool(self.inputs.nodes) and self.inputs.left <= 0
+        return self.inputs is not None and bool(self.inputs.nodes) and self.inputs.num_left <= 0
 
     def runs_now(self) -> bool:
         """True if the running backward includes the call."""
