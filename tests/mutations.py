@@ -227,7 +227,7 @@ BREAKS = (
     ),
     Break(
         "mapped shards in place of the user's all-gather",
-        "elif self._custom.is_set:",
+        "elif self.behavior is not None and self.behavior.custom_all_gather is not None:",
         "elif False:",
         f"{FULLY_SHARD}/test_mapped.py -k outside_of_a_pass",
     ),

@@ -196,7 +196,7 @@ def _require_reduced(group: Group) -> None:
     if index is None:
         return
     group.gradients.discard()
-    shape = tuple(group.unsharded_params[index].shape)
+    shape = tuple(group.memory.unsharded_params[index].shape)
     raise StateError.of(
         "A gradient bypassed FSDP's hooks and was never reduced across ranks.",
         expected="backward from the outputs of a unit's forward, or from tensors that its "

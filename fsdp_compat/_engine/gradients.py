@@ -67,7 +67,7 @@ class Gradients:
         self.reduction: Reduction | None = None
         self.axes = axes
         self._store, self._memories, self._behavior = store, memories, behavior or Behavior()
-        self.reduce_dtype, self._grad_dtype, self._device = precision.reduce, grad_dtype, device
+        self._reduce_dtype, self._grad_dtype, self._device = precision.reduce, grad_dtype, device
         self._side = side_stream(device, "reduce")
         self._buffer: GradBuffer | None = None  # made for the first gradient: never, if frozen
         params = [
@@ -186,7 +186,7 @@ class Gradients:
             and not is_hooked
             and memory.aliased
             and len(self._memories) == 1
-            and (self.reduce_dtype, self._grad_dtype) == (store.dtype, None)
+            and (self._reduce_dtype, self._grad_dtype) == (store.dtype, None)
             and all(
                 len(indices) == 1
                 and sharded_param.shape == params[indices[0]].shape
@@ -198,9 +198,9 @@ class Gradients:
         return ReduceBuffer(
             form,
             axes,
-            self.reduce_dtype,
+            self._reduce_dtype,
             self._device,
-            predivisor=1.0 if is_hooked else predivisor(axes.ranks, self.reduce_dtype),
+            predivisor=1.0 if is_hooked else predivisor(axes.ranks, self._reduce_dtype),
             grad_dtype=self._grad_dtype,
         )
 

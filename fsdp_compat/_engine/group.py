@@ -80,28 +80,23 @@ class Group:
         # Gradients of large parameters are moved to the reduce buffer as they come; on a side
         # stream all together. If backward begins with all units unsharded, post-backward moves
         # them: a buffer wider than the parameters must not be allocated before the first reshard.
-        streamed = side_stream(device, "reduce") is None and (
+        on_side = side_stream(device, "reduce") is not None
+        streamed = not on_side and (
             reshard_after_forward or precision.reduce.itemsize <= precision.gather.itemsize
         )
         params = [param for memory in self.memories for param in memory.unsharded_params]
         large = {param for param in params if streamed and is_large(param)}
         self.gradients = Gradients(store, self.memories, axes, large, precision, device, behavior)
         self.partial: PartialShard | None = None  # the front end sets it
-        # There, one such gradient lets go of the previous unit's gradients, which were copied.
-        on_side = side_stream(device, "reduce") is not None
-        first = [p for p in self.memory.unsharded_params if is_large(p)][-1:] if on_side else []
-        self.requires_grad = RequiresGrad(store, self.memories, large or first)
+        if on_side:  # the first large gradient frees the previous unit's, which were copied
+            large = set([p for p in self.memory.unsharded_params if is_large(p)][-1:])
+        self.requires_grad = RequiresGrad(store, self.memories, large)
         self.set_name("a unit")
 
     @property
     def gather_dtype(self) -> torch.dtype:
         """The dtype of all-gathers, and of computation in training."""
         return self.memories[0].all_gather_output.dtype
-
-    @property
-    def reduce_dtype(self) -> torch.dtype:
-        """The dtype of reductions."""
-        return self.gradients.reduce_dtype
 
     @property
     def communicators(self) -> list[Transport]:
@@ -132,11 +127,6 @@ class Group:
 
     # -- parameters
 
-    @property
-    def unsharded_params(self) -> list[nn.Parameter]:
-        """The unsharded parameters in the dtype computed in now."""
-        return self.memory.unsharded_params
-
     def use_dtype(self, dtype: ComputeDtype) -> None:
         """Compute in this dtype from now on. Only while the group is sharded."""
         self.memory = self.memories[min(dtype, len(self.memories) - 1)]
@@ -151,7 +141,7 @@ class Group:
             source = VIEW_OF_SHARDS
         elif self.partial is not None and self.partial.has_rows:
             source = self.partial
-        elif self._custom.is_set:
+        elif self.behavior is not None and self.behavior.custom_all_gather is not None:
             source = self._custom
         elif mapped is not None and mapped.passes:
             source = COPY_OF_SHARDS

@@ -126,7 +126,7 @@ class GroupMemory:
     ) -> None:
         """From now on copy the parameters out of the mapped shards. passes: see MappedCopy."""
         self.mapping = mapping
-        empty = [storage for storage in self._param_storages if not storage.resident_nbytes]
+        empty = [storage for storage in self._param_storages if not storage.untyped.nbytes()]
         self.allocate_params()  # an empty storage cannot be viewed
         before = self.num_holders
         copy = [self.all_gather_output.data], [mapping.full]
@@ -178,7 +178,7 @@ class GroupMemory:
 
     def restore_views(self, store: ParamStore, indices: Sequence[int]) -> None:
         """Make moved parameters view the buffer again; their values are lost."""
-        was_free = not self.views_mapping and not self._buffer.resident_nbytes
+        was_free = not self.views_mapping and not self._buffer.untyped.nbytes()
         self._buffer.allocate()  # an empty storage cannot be viewed
         params = store.make_unsharded_params(self.all_gather_output)
         for index in indices:

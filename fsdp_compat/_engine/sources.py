@@ -140,10 +140,6 @@ class AllGather(Source):
 class CustomAllGather(AllGather):
     """The user's all-gather (``Behavior.custom_all_gather``)."""
 
-    @property
-    def is_set(self) -> bool:
-        return self._behavior is not None and self._behavior.custom_all_gather is not None
-
     def _send(self, memory: GroupMemory) -> None:
         behavior, own = self._behavior, self._store.shard
         assert behavior is not None

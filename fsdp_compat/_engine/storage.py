@@ -52,7 +52,3 @@ class Storage:
         # A tensor that was passed to numpy keeps its memory, because an array may still view it.
         if self.untyped.nbytes() and self.untyped.resizable():
             self.untyped.resize_(0)
-
-    @property
-    def resident_nbytes(self) -> int:
-        return self.untyped.nbytes()

@@ -174,7 +174,7 @@ class ShardedModules:
                 self.modules[0], groups, options, modules=self.modules, behavior=self.behavior
             )
             for group in groups:
-                optimizer_checks.register_unsharded(group.unsharded_params)
+                optimizer_checks.register_unsharded(group.memory.unsharded_params)
         unit.owner = weakref.ref(self.modules[0])
         return unit
 
