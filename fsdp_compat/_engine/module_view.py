@@ -83,7 +83,7 @@ class ModuleView:
             return
         self.hide_partial()
         if self.shows_parts:
-            self._placeholders.disarm_parts()
+            self._placeholders.reveal_parts()
         if not self._to_unsharded.exchange():
             self._exchange_around_others(self._to_unsharded)
         self.shows_unsharded = True
@@ -99,7 +99,7 @@ class ModuleView:
         if self._has_orders:
             self.keep_order()
         if self.shows_parts:
-            self._placeholders.arm_parts()
+            self._placeholders.hide_parts()
 
     def keep_showing_unsharded(self) -> None:
         """Show unsharded parameters where torch.func.functional_call has put sharded ones."""

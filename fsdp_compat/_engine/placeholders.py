@@ -147,55 +147,51 @@ class Placeholders:
     ) -> None:
         """unsharded, sharded: module slots, in the same order."""
         self.is_guarded = unit.is_guarded  # otherwise there are none
-        self.always: list[DictEntry] = []  # for attributes that are absent while sharded
+        # For attributes that are absent while sharded; and forward pre-hooks of modules that hold
+        # parts, because torch would compute with parts that broadcast, or read beyond their ends
+        self.always: list[DictEntry] = []
         in_forward: list[DictEntry] = []  # for attributes that hold parts
-        calls: dict[nn.Module, DictEntry] = {}  # forward pre-hooks of modules that hold parts
+        refusing = set[nn.Module]()  # modules that hold parts
         for slot, instead in zip(unsharded, sharded, strict=True) if self.is_guarded else ():
             module, attribute, param = slot
             if param is None:
                 continue
             placeholder = ShardedPlaceholder(unit, module, attribute, param)
-            if instead.parameter is None:
-                self.always.append((module.__dict__, attribute, placeholder))
-                continue
-            in_forward.append((module.__dict__, attribute, placeholder))
-            hook = (module._forward_pre_hooks, placeholder, placeholder.refuse_call)
-            calls.setdefault(module, hook)
+            entry = module.__dict__, attribute, placeholder
+            (self.always if instead.parameter is None else in_forward).append(entry)
+            if instead.parameter is not None and module not in refusing:
+                refusing.add(module)
+                hook = module._forward_pre_hooks, placeholder, placeholder.refuse_call
+                self.always.append(hook)
         self.cover_parts = bool(in_forward)  # modules hold parts while the unit is sharded
         self._always, self._in_forward = BulkDict(self.always), BulkDict(in_forward)
-        self._calls = BulkDict(calls.values())
-        self._refuses_reads = self._reads_armed = False
+        self._is_forward = self._hides_parts = False
 
     def arm(self) -> None:
         self._always.put_in()
-        self.arm_parts()
+        self.hide_parts()
 
     def disarm(self) -> None:
         self._always.take_out_own()
-        self.disarm_parts()
+        self.reveal_parts()
 
-    def arm_parts(self) -> None:
-        """Refuse calls of modules that hold parts, because torch would compute with parts that
-        broadcast, or read beyond their ends; and reads while a forward of the model runs."""
-        self._calls.put_in()
-        if self._refuses_reads:
+    def hide_parts(self) -> None:
+        """The modules hold parts: refuse reads while a forward of the model runs."""
+        if self._is_forward:
             self._in_forward.put_in()
-            self._reads_armed = True
+            self._hides_parts = True
 
-    def disarm_parts(self) -> None:
-        """The modules no longer hold parts."""
-        self._calls.take_out_own()
-        if self._reads_armed:
+    def reveal_parts(self) -> None:
+        if self._hides_parts:
             self._in_forward.take_out_own()
-            self._reads_armed = False
+            self._hides_parts = False
 
     def begin_forward(self, hold_parts: bool) -> None:
         """Begin a forward of the model. hold_parts: the modules hold parts now."""
-        self._refuses_reads = True
+        self._is_forward = True
         if hold_parts:
-            self.arm_parts()
+            self.hide_parts()
 
     def end_forward(self) -> None:
-        if self._reads_armed:
-            self._in_forward.take_out_own()
-        self._refuses_reads = self._reads_armed = False
+        self.reveal_parts()
+        self._is_forward = False
