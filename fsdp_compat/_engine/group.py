@@ -68,14 +68,9 @@ class Group:
         self._all_gather = AllGather(store, self.shard, device, self.offload)
         self._custom = CustomAllGather(store, self.shard, device, self.offload, behavior)
         self._source: Source = IN_PLACE  # of unsharded values, until they are readable or given up
+        tag = -id(self)
         axes = ReduceAxes(
-            self.shard,
-            self.replica,
-            -id(self),
-            -id(self),
-            self.offload,
-            one_group=mesh.one_group,
-            is_hybrid=mesh.is_hybrid,
+            self.shard, self.replica, tag, tag, self.offload, mesh.one_group, mesh.is_hybrid
         )
         # Gradients of large parameters are moved to the reduce buffer as they come; on a side
         # stream all together. If backward begins with all units unsharded, post-backward moves

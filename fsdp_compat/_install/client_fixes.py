@@ -18,8 +18,7 @@ from typing import Any
 from torch import nn
 
 from .._state.units import clean_name
-from .._torch_patches.on_import import PatchOnImport
-from .._torch_patches.patches import Undo, around_functions
+from .._torch_patches.patches import PatchOnImport, Undo, around_functions
 from ..api import FullStateDictConfig, StateDictType
 from ..fully_sharded_data_parallel import FullyShardedDataParallel
 from . import log

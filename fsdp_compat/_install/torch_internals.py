@@ -15,8 +15,7 @@ from collections.abc import Callable
 
 from .. import _torch_private
 from .._front_ends.fully_shard import module as fully_shard_module
-from .._torch_patches.on_import import PatchOnImport
-from .._torch_patches.patches import Undo, set_existing
+from .._torch_patches.patches import PatchOnImport, Undo, set_existing
 from .contents import fully_shard_names
 from .kept import redirect_function
 from .modules import ROOT

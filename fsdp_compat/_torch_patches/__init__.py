@@ -50,17 +50,16 @@ from . import (
     optimizer_hooks,
     own_values,
 )
-from .on_import import PatchOnImport
 from .patches import Patch
 
-_FOR_ALL: tuple[Patch | PatchOnImport, ...] = (
+_FOR_ALL: tuple[Patch, ...] = (
     optimizer_hooks.patches,
     clip_grad.patches,
     data_parallel.patches,
     *compiled.patches,
     dcp_adapter.patches,
 )
-_FOR_WRAPPERS: tuple[Patch | PatchOnImport, ...] = (
+_FOR_WRAPPERS: tuple[Patch, ...] = (
     assignments.patches,
     hugging_face_storage.patches,
     *own_values.patches,

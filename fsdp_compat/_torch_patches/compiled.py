@@ -9,8 +9,7 @@ from typing import Any
 
 from .. import _torch_private
 from .._state.units import COMPILED_MODULE, clean_name
-from .on_import import PatchOnImport
-from .patches import around_functions, around_method
+from .patches import PatchOnImport, around_functions, around_method
 
 
 def _load(original: Any, module: Any, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:

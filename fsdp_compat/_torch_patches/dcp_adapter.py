@@ -24,8 +24,7 @@ from torch import nn
 from .._state.units import is_lazy, is_registered
 from .._stores.extension import has_extension
 from .dcp_state_dict import FUNCTIONS, mixed, unknown_argument
-from .on_import import PatchOnImport
-from .patches import Undo, around_functions
+from .patches import PatchOnImport, Undo, around_functions
 
 _MODULE = "torch.distributed.checkpoint.state_dict"
 

@@ -18,8 +18,7 @@ from typing import Any
 from torch.futures import Future
 
 from ..errors import CheckpointError
-from .on_import import PatchOnImport
-from .patches import Undo, around_method
+from .patches import PatchOnImport, Undo, around_method
 
 if typing.TYPE_CHECKING:
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter

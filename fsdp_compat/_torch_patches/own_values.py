@@ -14,8 +14,7 @@ from torch import Tensor
 
 from .. import _torch_private
 from .._state.sharded_values import BoxedTensor, LocalPart, gathered
-from .on_import import PatchOnImport
-from .patches import around_functions
+from .patches import PatchOnImport, around_functions
 
 _PLANS = ("create_default_local_load_plan", "create_default_local_save_plan")
 _HELPERS, _GATHER = _torch_private.GATHERS_FIRST_SHARD

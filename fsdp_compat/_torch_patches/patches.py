@@ -1,11 +1,14 @@
-"""Changes of torch for the whole process, which can be undone."""
+"""Changes of torch for the whole process, which can be undone, made now or when a module is
+imported."""
 
 from __future__ import annotations
 
 import functools
+import importlib.abc
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.machinery import ModuleSpec
 from typing import Any, NamedTuple
 
 Undo = Callable[[], object]
@@ -28,6 +31,50 @@ class Patch:
         """Restore what was there before."""
         while self._undo:
             self._undo.pop()()
+
+
+class PatchOnImport(Patch, importlib.abc.MetaPathFinder):
+    """A change of a module, made when it is imported or reloaded, through other finders."""
+
+    def __init__(self, name: str, change: Callable[[types.ModuleType], Iterable[Undo]]) -> None:
+        """change: changes the module, and returns what reverts it."""
+        self.name, self._change, self._undo = name, change, []
+
+    def patch(self) -> None:
+        """Make the change, now or when the module is imported; a second call does nothing."""
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
+            if (module := sys.modules.get(self.name)) is not None:
+                self._undo += self._change(module)
+
+    def undo(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+        super().undo()
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self.name:
+            return None
+        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:  # others may change it, too
+            spec = finder.find_spec(fullname, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    self._follow(spec.loader)
+                return spec
+        return None
+
+    def _follow(self, loader: Any) -> None:
+        """Make the change after ``loader`` has executed the module."""
+        execute = loader.exec_module
+
+        def exec_module(module: types.ModuleType) -> None:
+            vars(loader).pop("exec_module", None)
+            execute(module)
+            self._undo += self._change(module)
+
+        loader.exec_module = exec_module
 
 
 def set_existing(owner: Any, **values: Any) -> list[Undo]:
