@@ -1,4 +1,4 @@
-"""``fsdp-compat diagnose``: compare the black boxes of all ranks (see `_engine/black_box.py`)."""
+"""``fsdp-compat diagnose``: compare the black boxes of all ranks (see `_comm/board/ring.py`)."""
 
 from __future__ import annotations
 
@@ -9,28 +9,24 @@ import json
 import socket
 import statistics
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ._engine import events
-from ._engine.black_box import BlackBox, Record, read
+from ._comm.board import events
+from ._comm.board.ring import BlackBox, Record, read
+from ._comm.board.verdict import parting, ranks_text, sentences
 
 DESCRIPTION = """Compare what the ranks of a run did last. The run must have had
 FSDP_COMPAT_BLACK_BOX=FOLDER in its environment; it may still run, or have been killed."""
 EPILOG = """FSDP_COMPAT_BLACK_BOX=/dev/shm/box torchrun --nproc-per-node 2 train.py
 fsdp-compat diagnose /dev/shm/box --trace out.json"""
-_COMMUNICATIONS = {
-    events.UNSHARDING: "all-gather",
-    events.REDUCING: "reduction",
-    events.GATHERING_STATE: "gather of state",
-}
+_COMMUNICATIONS = events.UNSHARDING, events.REDUCING, events.GATHERING_STATE
 _MIN_EXCESS_MS = 20.0  # of a slow rank between two units: less is the machine's noise
-_NOTHING = "nothing more"
 _SAME = "All ranks have used the same units, and communicated in the same order."
+_MAY_DIFFER = "The ranks may use different units, so that their order says nothing."
 
 Boxes = Mapping[int, BlackBox]
-Sequences = Mapping[int, Sequence[Record]]  # of each rank
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,18 +39,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(given: argparse.Namespace) -> int:
     """Print the report; return the exit status: 1 if ranks diverge or raised, 2 if there is nothing
     to read."""
-    try:
-        boxes = {box.rank: box for box in map(read, sorted(given.folder.glob("rank_*.box")))}
-        if not any(box.records for box in boxes.values()):
-            raise ValueError(f"{given.folder} has no rank_*.box with events")
-    except (OSError, ValueError) as error:
-        print(f"Nothing to diagnose: {error}", file=sys.stderr)
+    boxes: dict[int, BlackBox] = {}
+    damaged = False
+    for path in sorted(given.folder.glob("rank_*.box")):
+        try:
+            box = read(path)
+        except (OSError, ValueError) as error:
+            print(f"Not read: {error}", file=sys.stderr)
+            damaged = True
+        else:
+            boxes[box.rank] = box
+    if not any(box.records for box in boxes.values()):
+        print(f"{given.folder} has no rank_*.box with events", file=sys.stderr)
         return 2
     lines = report(boxes)
     print("\n".join(lines))
     if given.trace is not None:
         given.trace.write_text(json.dumps({"traceEvents": timeline(boxes)}))
-    return 0 if _SAME in lines and not any(box.error for box in boxes.values()) else 1
+    is_well = lines[0] in (_SAME, _MAY_DIFFER)
+    return 0 if is_well and not damaged else 1
 
 
 def report(boxes: Boxes) -> list[str]:
@@ -88,76 +91,45 @@ def _last(box: BlackBox, end: int) -> str:
     is_waiting = last.event == events.WAITING and not last.until
     waits = ", whose all-gather never finished" if is_waiting else ""
     return (
-        f"last {_named(last)}{waits}, forward {last.forward}, "
+        f"last {last}{waits}, forward {last.forward}, "
         f"{(end - last.ns) / 1e6:.0f} ms before the last of any rank"
     )
 
 
-# -- where ranks part
-
-
 def _differences(boxes: Boxes) -> list[str]:
-    """Return the first difference: in the units that ranks use, or in what they communicate."""
-    found = []
+    """Return where ranks part first: in the units that they use, or in what they communicate."""
+    if any(box.may_differ for box in boxes.values()):
+        return [_MAY_DIFFER]
+    found: list[Any] = []
     # Of the same forward, the use of a unit says more than what was sent: prefetching sends ahead.
-    for kinds in ((events.WAITING,), tuple(_COMMUNICATIONS)):
-        sequences = _sequences(boxes, kinds)
-        for number, records in enumerate(itertools.zip_longest(*sequences.values())):
-            if len(set(map(_named, records))) > 1:
-                found.append((min(each.forward for each in records if each), number, sequences))
-                break
+    for kinds in ((events.WAITING,), _COMMUNICATIONS):
+        calls = [_calls(box, kinds) for box in boxes.values()]
+        place = parting(calls)
+        if place is not None:
+            found.append((place[0], len(found), place, calls))
     if not found:
         return [_SAME]
-    forward, number, sequences = min(found, key=lambda each: each[0])
-    before = _at(sequences, number - 1) if number else {}
-    where = "".join({f", after the {_named(record)}" for record in before.values()})
-    lines = [f"The ranks diverge in forward {forward}{where}:"]
-    lines += [f"  rank {rank}: {_named(each)}" for rank, each in _at(sequences, number).items()]
-    return lines + _verdicts(number, sequences)
+    forward, _, place, calls = min(found)
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for index, each in enumerate(calls):
+        alike.setdefault(tuple(item for item in each.items() if item[0] >= place), []).append(index)
+    ranks = [*boxes]
+    names = [ranks_text([ranks[n] for n in group], len(group)) for group in alike.values()]
+    firsts = [calls[group[0]] for group in alike.values()]
+    before = [call for at, call in firsts[0].items() if at < place]
+    where = f", after {before[-1]}" if before else ""
+    told = sentences(firsts, names, [*map(len, alike.values())], place)
+    return [f"The ranks diverge in forward {forward}{where}:", *(f"  {line}" for line in told)]
 
 
-def _sequences(boxes: Boxes, kinds: Collection[int]) -> Sequences:
-    """Return the events of some kinds, from the first that all boxes hold."""
-    start = max(box.records[0].number for box in boxes.values() if box.records)
-    return {
-        rank: [each for each in box.records if each.event in kinds and each.number >= start]
-        for rank, box in boxes.items()
-    }
-
-
-def _at(sequences: Sequences, number: int) -> dict[int, Record | None]:
-    return {
-        rank: sequence[number] if number < len(sequence) else None
-        for rank, sequence in sequences.items()
-    }
-
-
-def _named(record: Record | None) -> str:
-    if record is None:
-        return _NOTHING
-    return f"{_COMMUNICATIONS.get(record.event, 'use')} of {record.unit}"
-
-
-def _verdicts(number: int, sequences: Sequences) -> list[str]:
-    """Say of each rank that is not with the most what it did; with two ranks, of the second."""
-    records, later = _at(sequences, number), _at(sequences, number + 1)
-    usual = collections.Counter(map(_named, records.values())).most_common(1)[0][0]
-    most = next(rank for rank, record in records.items() if _named(record) == usual)
-    if usual == _NOTHING:  # those that stopped are to be explained
-        most = next(rank for rank, record in records.items() if record is not None)
-        usual = _named(records[most])
-    lines = []
-    for rank, record in records.items():
-        if _named(record) == usual:
-            continue
-        if record is None:
-            lines.append(f"  Rank {rank} never reached the {usual}.")
-        elif _named(later[most]) == _named(record) and _named(later[rank]) != usual:
-            lines.append(f"  Rank {rank} skipped the {usual}, or rank {most} did it once more.")
-        else:
-            has = f"  Rank {rank} has the {_named(record)}"
-            lines.append(f"{has} where rank {most} has the {usual}.")
-    return lines
+def _calls(box: BlackBox, kinds: Sequence[int]) -> dict[tuple[int, int], str]:
+    """Return the events of some kinds by forward, which aligns ranks that used units differently
+    often, and by number within it, without a forward whose first events may be forgotten."""
+    records = [each for each in box.records if each.event in kinds]
+    if box.records and box.records[0].number > 1:
+        records = [each for each in records if each.forward > box.records[0].forward]
+    by_forward = itertools.groupby(records, key=lambda each: each.forward)
+    return {(f, n): f"the {each}" for f, group in by_forward for n, each in enumerate(group)}
 
 
 # -- slow ranks
@@ -217,7 +189,7 @@ def timeline(boxes: Boxes) -> list[dict[str, Any]]:
                 found.append(_span(rank, "wait", record.unit, record.ns, record.until))
             else:
                 at = {"pid": rank, "tid": "events", "ts": record.ns / 1e3}
-                found.append({**at, "ph": "i", "s": "t", "name": _named(record)})
+                found.append({**at, "ph": "i", "s": "t", "name": str(record)})
     return found
 
 

@@ -360,8 +360,8 @@ BREAKS = (
     ),
     Break(
         "search for deadlocks finds nothing",
-        "if peer is None or peer.wait.node in done or not peer.lacks(wait):",
-        "if True:",
+        "if post is not None and post.wait is not None and post.lacks(wait):",
+        "if False:",
         "tests/comm/test_deadlock.py",
     ),
     Break(
@@ -516,7 +516,7 @@ BREAKS = (
     ),
     Break(
         "forks are counted while one is under way",
-        "    with _arena.lock:\n        return _num_forks",
+        "    with arena.lock:\n        return _num_forks",
         "    return _num_forks",
         "tests/engine/test_mapped_shards.py -k wherever",
     ),
@@ -565,19 +565,19 @@ BREAKS = (
     Break(
         "no wait for an all-gather",
         "    def end_gather(self, handle: Handle, what: str) -> None:\n"
-        "        handle.held[0].wait()\n",
+        "        self._wait(handle, what)\n",
         "    def end_gather(self, handle: Handle, what: str) -> None:\n        pass\n",
         f"{ORDER} -k test_training",
     ),
     Break(
         "no wait for a reduce-scatter",
-        "        handle.held[0].wait()\n        total = handle.received[0]",
+        "        self._wait(handle, what)\n        total = handle.received[0]",
         "        total = handle.received[0]",
         f"{ORDER} -k test_training",
     ),
     Break(
         "no wait for an all-reduce",
-        "        handle.held[0].wait()\n        if handle.divisor is not None:\n",
+        "        self._wait(handle, what)\n        if handle.divisor is not None:\n",
         "        if handle.divisor is not None:\n",
         f"{ORDER} -k test_training",
     ),

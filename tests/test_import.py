@@ -113,9 +113,9 @@ def test_importing_loads_nothing_heavy_and_the_first_wrapped_model_changes_torch
     everything = list(range(12))
     assert changed == [[], everything, [], everything, []]
 
-    waits, background = "fsdp_compat._comm.divergence", "fsdp_compat.checkpoint._background"
+    waits, background = "fsdp_compat._comm.board", "fsdp_compat.checkpoint._background"
     connections = "fsdp_compat._comm.gloo_connections"
-    assert {*found["fork"]} == {f"{waits}.progress", f"{waits}.deadlock", connections, background}
-    assert {*found["exit"]} == {f"{waits}.deadlock", background}
+    assert {*found["fork"]} == {f"{waits}.progress", f"{waits}.board", connections, background}
+    assert {*found["exit"]} == {f"{waits}.board", background}
     listed = (ROOT / "fsdp_compat" / "_torch_patches" / "__init__.py").read_text()
     assert all(name.partition(".")[2].replace(".", "/") in listed for name in found["fork"])

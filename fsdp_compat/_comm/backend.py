@@ -4,6 +4,7 @@ PythonGroupTransport for process groups that are written in Python."""
 from __future__ import annotations
 
 import contextlib
+import typing
 import weakref
 from collections.abc import Iterator, Sequence
 
@@ -12,6 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _torch_private
+from ..errors import StateError
+from .board import board, progress
+from .board.calls import Activity, Report, Waiter
 from .mesh import Axis, is_in_python
 from .transport import (
     VALUES,
@@ -21,17 +25,27 @@ from .transport import (
     Transport,
     as_bytes,
     communication_error,
+    failed_before,
     group_destroyed,
 )
+
+_BEGINS = "parameters or gradients"
 
 # torch 2.13 renamed them; 2.11 and 2.12 have the older names only.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class BackendTransport(Transport):
-    """Uses the backend's asynchronous collectives. A wait on a stream device only orders
-    streams."""
+_LOST = (
+    "  A step of an optimizer, which waited on the device, has then used gradients that are not "
+    "whole: do not save this rank's shards."
+)
+_NOT_PROCESSES = ("fake", "threaded")  # backends of torch without ranks in processes
+
+
+class BackendTransport(Transport, Waiter):
+    """Uses the backend's asynchronous collectives. A wait on a stream device only orders streams,
+    so that ranks that wait are seen by what they have begun."""
 
     has_tags = False
 
@@ -41,19 +55,89 @@ class BackendTransport(Transport):
         super().__init__(axis, device)
         self.values_device = small or device
         assert axis.group is not None
-        self._group = weakref.ref(axis.group)
+        self.group = weakref.ref(axis.group)
         default = _torch_private.default_device_of_backend(axis.group)
         self.takes_host_values = default.type == "cpu"
         has_names = _torch_private.is_registered(axis.group)
         backends = dist.get_backend_config(axis.group) if has_names else ""  # "cpu:gloo,cuda:nccl"
         self.coalesces = "cuda:nccl" in backends or "cuda:fake" in backends
+        name = f"{axis.group.group_name}/{device.type}" if has_names else ""
+        self.activity = Activity(name, axis.rank, axis.members, has_tags=False)
+        self._failure = ""
+        self._stepped: torch.Event | None = None  # before the last step of an optimizer
+        if has_names and dist.get_backend(axis.group) not in _NOT_PROCESSES:
+            board.watch(self)
 
-    @property
-    def group(self) -> dist.ProcessGroup:
-        group = self._group()
+    def _open_group(self) -> dist.ProcessGroup:
+        """Return the process group. Raises StateError if it is destroyed, or has failed."""
+        group = self.group()
         if group is None:
             raise group_destroyed()
+        if self._failure:
+            self.require_working()
         return group
+
+    # -- failing, and for the board
+
+    @property
+    def has_failed(self) -> bool:
+        return bool(self._failure)
+
+    @property
+    def is_connected(self) -> bool:
+        return not self._failure
+
+    def require_working(self) -> None:
+        if self._failure:
+            progress.raise_soon(None)  # the wait has told it
+            raise failed_before(self._failure, self.rank, self.members)
+
+    def before_step(self) -> None:
+        if self.device.type not in ("cpu", "meta"):
+            self._stepped = torch.accelerator.current_stream(self.device).record_event()
+
+    def end_wait(self) -> None:
+        """The host, and the device, may wait in any call. Called by the thread of the board."""
+        report, group = self.activity.diagnosis, self.group()
+        if report is None or group is None or self._failure:
+            return
+        self._failure = report.cause or str(report)
+        if self._stepped is not None and not self._stepped.query():
+            self._failure += f"\n{_LOST}"
+        on_streams = self.device.type not in ("cpu", "meta")
+        # The next call tells a host that waits for nothing.
+        if on_streams and not torch.accelerator.current_stream(self.device).query():
+            first = "Communication between the ranks can never end, and was aborted."
+            progress.raise_soon(communication_error(first, self._failure, self.rank, self.members))
+        group.abort()
+
+    def close(self, report: Report | None) -> None:
+        if report is not None and not self._failure:
+            self._failure = f"another communication of this process failed: {report}"
+
+    @contextlib.contextmanager
+    def _explained(self, what: str) -> Iterator[None]:
+        """Turn an error of the backend into one that names what was waited for; all communication
+        of this process has failed then."""
+        try:
+            yield
+        except RuntimeError as error:
+            self._fail(what, error)
+
+    def _fail(self, what: str, error: RuntimeError) -> typing.NoReturn:
+        """Raise ``error``, of a call of the backend, so that it says what has failed."""
+        if isinstance(error, (StateError, torch.OutOfMemoryError)):
+            raise error
+        report = self.activity.diagnosis
+        got = str(report.cause or report) if report else f"an error of the backend ({error})"
+        first = f"Waiting for {what} failed."
+        self._failure = self._failure or f"{first} {got}"
+        progress.raise_soon(None)
+        board.give_up(self, report or Report({}, self._failure, self.activity.global_rank))
+        advice = ""
+        if "Duplicate GPU" in str(error):
+            advice = "call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])), or pass device_id"
+        raise communication_error(first, got, self.rank, self.members, advice=advice) from error
 
     def gather_now(self, own: Tensor, what: str, tag: int = 0) -> Tensor:
         with self._explained(what):
@@ -67,13 +151,16 @@ class BackendTransport(Transport):
 
     def _reduced(self, values: Tensor, op: dist.ReduceOp.RedOpType, what: str) -> Tensor:
         with self._explained(what), _torch_private.uncounted():
-            dist.all_reduce(values, op=op, group=self.group)
+            self.activity.begin(what)
+            dist.all_reduce(values, op=op, group=self._open_group())
         return values
 
     def broadcast(self, tensors: Sequence[Tensor], what: str) -> None:
         with self._explained(what), _torch_private.uncounted():
+            self.activity.begin(f"a broadcast of {what}")
+            group = self._open_group()
             works = [
-                dist.broadcast(tensor, group_src=0, group=self.group, async_op=True)
+                dist.broadcast(tensor, group_src=0, group=group, async_op=True)
                 for tensor in as_bytes(tensors)
             ]
             for work in filter(None, works):
@@ -83,30 +170,32 @@ class BackendTransport(Transport):
         sends, receives = ([*each] for each in zip(*sizes, strict=True))
         received = sent.new_empty(sum(receives))
         with self._explained(what), _torch_private.uncounted():
-            dist.all_to_all_single(received, sent, receives, sends, group=self.group)
+            self.activity.begin(f"an exchange of {what}")
+            dist.all_to_all_single(received, sent, receives, sends, group=self._open_group())
         return received
-
-    @contextlib.contextmanager
-    def _explained(self, what: str) -> Iterator[None]:
-        """Turn an error of the backend into one that names what was waited for."""
-        try:
-            yield
-        except RuntimeError as error:
-            got = f"an error of the backend ({error})"
-            first = f"Waiting for {what} failed."
-            raise communication_error(first, got, self.rank, self.members) from error
 
     def begin_gather(self, own: Tensor, full: Tensor, segments: ByRank, tag: int) -> Handle:
         own = self._sendable(own, full, segments)
         if tag != VALUES:
             self.traffic.add(Kind.GATHER, own.nbytes * (self.ranks - 1))
-        return Handle([], held=(self._start_gather(full, own), own))
+        self.activity.begin(tag)
+        try:
+            return Handle([], held=(self._start_gather(full, own), own))
+        except RuntimeError as error:
+            self._fail(_BEGINS, error)
 
-    def begin_gathers(self, gathers: Sequence[tuple[Tensor, Tensor, ByRank]]) -> Handle:
+    def begin_gathers(
+        self, gathers: Sequence[tuple[Tensor, Tensor, ByRank]], tag: int = 0
+    ) -> Handle:
         owns = [self._sendable(*gather) for gather in gathers]
         self.traffic.add(Kind.GATHER, sum(own.nbytes for own in owns) * (self.ranks - 1))
         fulls = [full for _, full, _ in gathers]
-        return Handle([], held=(_torch_private.start_all_gathers(self.group, fulls, owns), owns))
+        self.activity.begin(tag)
+        try:
+            work = _torch_private.start_all_gathers(self._open_group(), fulls, owns)
+        except RuntimeError as error:
+            self._fail(_BEGINS, error)
+        return Handle([], held=(work, owns))
 
     def _sendable(self, own: Tensor, full: Tensor, segments: ByRank) -> Tensor:
         if own.dtype is full.dtype and own.device == full.device:
@@ -115,35 +204,49 @@ class BackendTransport(Transport):
         return segments[self.rank].copy_(own, non_blocking=True)
 
     def end_gather(self, handle: Handle, what: str) -> None:
-        handle.held[0].wait()
+        self._wait(handle, what)
+
+    def _wait(self, handle: Handle, what: str) -> None:
+        if self._failure:
+            self.require_working()
+        try:
+            handle.held[0].wait()
+        except RuntimeError as error:
+            self._fail(what, error)
 
     def begin_reduce(self, buffer: Tensor, segments: ByRank, tag: int) -> Handle:
         total = torch.empty_like(segments[0])
         self.traffic.add(Kind.REDUCE, total.nbytes * (self.ranks - 1))
-        return Handle([], (total,), (self._start_reduce(total, buffer), buffer))
+        self.activity.begin(tag + Kind.REDUCE)
+        try:
+            return Handle([], (total,), (self._start_reduce(total, buffer), buffer))
+        except RuntimeError as error:
+            self._fail(_BEGINS, error)
 
     def _start_gather(self, full: Tensor, own: Tensor) -> dist.Work:
-        return _torch_private.start_all_gather(self.group, full, own)
+        return _torch_private.start_all_gather(self._open_group(), full, own)
 
     def _start_reduce(self, total: Tensor, buffer: Tensor) -> dist.Work:
-        return _torch_private.start_reduce_scatter(self.group, total, buffer)
+        return _torch_private.start_reduce_scatter(self._open_group(), total, buffer)
 
     def end_reduce(
         self, handle: Handle, own: Tensor, dtype: torch.dtype, what: str, divisor: Tensor | None
     ) -> Tensor:
-        handle.held[0].wait()
+        self._wait(handle, what)
         total = handle.received[0]
         return total if divisor is None else total.to(dtype).div_(divisor)
 
     def begin_all_reduce(self, total: Tensor, tag: int, divisor: Tensor | None = None) -> Handle:
         ranks = self.ranks
         self.traffic.add(Kind.REPLICATE, 2 * (ranks - 1) * total.nbytes // ranks)
-        with _torch_private.uncounted():  # it was counted when the reduction began
-            work = _work(dist.all_reduce(total, group=self.group, async_op=True))
+        self.activity.begin(tag + Kind.REPLICATE)
+        # it was counted when the reduction began
+        with self._explained(_BEGINS), _torch_private.uncounted():
+            work = _work(dist.all_reduce(total, group=self._open_group(), async_op=True))
         return Handle([], held=(work, total), divisor=divisor)
 
     def end_all_reduce(self, handle: Handle, total: Tensor, what: str) -> None:
-        handle.held[0].wait()
+        self._wait(handle, what)
         if handle.divisor is not None:
             total.div_(handle.divisor)
 
@@ -152,18 +255,16 @@ class PythonGroupTransport(BackendTransport):
     """Uses torch's public collectives: BackendTransport's calls need a backend in C++."""
 
     def _start_gather(self, full: Tensor, own: Tensor) -> dist.Work:
-        return _start_gather_in_python(self.group, full, own)
+        return _start_gather_in_python(self._open_group(), full, own)
 
     def _start_reduce(self, total: Tensor, buffer: Tensor) -> dist.Work:
         if total.dtype.is_complex:
             total, buffer = torch.view_as_real(total), torch.view_as_real(buffer)
-        if _defines(self.group, "reduce_scatter_single", "_reduce_scatter_base"):
-            return _work(_reduce_scatter(total, buffer, group=self.group, async_op=True))
-        return _work(
-            dist.reduce_scatter(
-                total, list(buffer.chunk(self.ranks)), group=self.group, async_op=True
-            )
-        )
+        group = self._open_group()
+        if _defines(group, "reduce_scatter_single", "_reduce_scatter_base"):
+            return _work(_reduce_scatter(total, buffer, group=group, async_op=True))
+        parts = list(buffer.chunk(self.ranks))
+        return _work(dist.reduce_scatter(total, parts, group=group, async_op=True))
 
 
 def gather_in_group(group: dist.ProcessGroup, own: Tensor) -> Tensor:

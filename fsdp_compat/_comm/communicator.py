@@ -1,9 +1,8 @@
 """Communicators, through which everything is sent along a mesh axis.
 
 Transports over gloo have a tag per group and kind, so that ranks in different orders get an error
-instead of each other's data, and divergence/deadlock.py watches their waits. FSDP_COMPAT_SAME_HOST,
-the same on all ranks, limits ranks of one host: ``counters`` maps no shards, ``messages`` sends
-values."""
+instead of each other's data, and the board ends their waits. FSDP_COMPAT_SAME_HOST limits ranks of
+one host: ``counters`` maps no shards, ``messages`` sends values."""
 
 from __future__ import annotations
 
@@ -22,9 +21,8 @@ from .mesh import Axis, axis_of, is_in_python
 from .transport import SingleRank, Transport
 from .two_stages import TwoStages, hosts_of
 
-_communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Transport]] = (
-    weakref.WeakKeyDictionary()
-)
+# by group and type of device
+_communicators = weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Transport]]()
 
 
 def communicator(axis: Axis, device: torch.device) -> Transport:
@@ -85,9 +83,9 @@ def max_in_group(group: dist.ProcessGroup, value: Tensor, what: str) -> Tensor:
     axis = axis_of(group)
     if axis.ranks == 1:
         return value
-    supported = [value.device.type]
+    types = [value.device.type]
     if not is_in_python(group):  # a group in Python does not list its devices
         pairs = dist.get_backend_config(group).split(",")  # "cpu:gloo,cuda:nccl"
-        supported = [pair.partition(":")[0] for pair in pairs]
-    found = value.clone() if value.device.type in supported else value.to(supported[0])
+        types = [pair.partition(":")[0] for pair in pairs]
+    found = value.to(value.device if value.device.type in types else types[0], copy=True)
     return communicator(axis, found.device).max_of(found, what).to(value.device)

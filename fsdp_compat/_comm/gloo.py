@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .divergence.waits import COLLECTIVE
+from .board.calls import COLLECTIVE
 from .gloo_connections import OverConnections, fails_if_interrupted
 from .transport import VALUES, ByRank, Handle, Kind, as_bytes
 
@@ -22,20 +22,29 @@ class GlooTransport(OverConnections):
     reads_later = True
     all_reduce_steps = 1
 
-    # -- a message: ``_start``, then ``_parts`` or ``_fill``, then ``_finish``
+    # -- a message: ``_start``; then ``_fill``, or ``_parts`` and ``_finish``
 
     @abc.abstractmethod
-    def _start(self, sent: Tensor, tag: int, into: ByRank | None = None) -> Handle:
+    def _start(
+        self, sent: Tensor, tag: int, into: ByRank | None = None, dtype: torch.dtype | None = None
+    ) -> Handle:
         """Send each rank its part of ``sent``, by the tag's kind, and receive every rank's part in
-        ``into[rank]``; None: in new memory, or read in place."""
+        ``into[rank]``; None: in new memory, or read in place. dtype: of ``into``, if another."""
 
     @abc.abstractmethod
+    def _read(self, handle: Handle, source: int, like: Tensor, what: str) -> Tensor:
+        """Return this rank's part of a message that has arrived. like: of its length and dtype."""
+
     def _parts(self, handle: Handle, own: Tensor, what: str) -> list[Tensor]:
         """Wait, and return the parts by rank. own: this rank's."""
+        self._end(handle, what)
+        ranks, rank = range(self.ranks), self.rank
+        return [own if r == rank else self._read(handle, r, own, what) for r in ranks]
 
-    @abc.abstractmethod
     def _fill(self, handle: Handle, what: str) -> None:
-        """Wait, and fill ``handle.received``."""
+        """Wait until ``handle.received`` is filled."""
+        self._end(handle, what)
+        self._finish(handle, what)
 
     def _finish(self, handle: Handle, what: str) -> None:
         """The parts were read."""
@@ -100,19 +109,15 @@ class GlooTransport(OverConnections):
         if tag != VALUES:
             self.traffic.add(Kind.GATHER, own.numel() * full.itemsize * (self.ranks - 1))
         # not sent from `full`, which may be freed before slow peers have received
-        handle = self._start(self._cast(own, full.dtype), tag, segments)
+        handle = self._start(own, tag, segments, full.dtype)
         segments[self.rank].copy_(own)
         return handle
-
-    def _cast(self, own: Tensor, dtype: torch.dtype) -> Tensor:
-        return own.to(dtype)
 
     @fails_if_interrupted
     def end_gather(self, handle: Handle, what: str) -> None:
         self.connections.names[handle.message[0]] = what
         if not handle.ended:
             self._fill(handle, what)
-            self._finish(handle, what)
 
     @fails_if_interrupted
     def begin_reduce(self, buffer: Tensor, segments: ByRank, tag: int) -> Handle:
@@ -124,9 +129,8 @@ class GlooTransport(OverConnections):
         self, handle: Handle, own: Tensor, dtype: torch.dtype, what: str, divisor: Tensor | None
     ) -> Tensor:
         parts = self._parts(handle, own, what)
-        received = handle.received[0 if self.rank else 1] if handle.received else own
-        total = received
-        if received is own or received.dtype != dtype:
+        total = handle.received[0 if self.rank else 1] if handle.received else own
+        if total is own or total.dtype != dtype:
             total = self.allocate(own.numel(), dtype)
         sum_in_rank_order(parts, total, divisor)
         self._finish(handle, what)
@@ -154,7 +158,6 @@ class GlooTransport(OverConnections):
     @fails_if_interrupted
     def end_all_reduce(self, handle: Handle, total: Tensor, what: str) -> None:
         self._fill(handle, what)
-        self._finish(handle, what)
 
     @fails_if_interrupted
     def settle(self, what: str, only_reductions: bool = False) -> None:
@@ -165,51 +168,54 @@ class GlooTransport(OverConnections):
                     self.end_gather(handle, connections.names.get(tag, what))
         for tag, number in list(connections.sent):
             last = connections.unfinished.get(tag)
-            has_ended = last is None or last.message[1] != number
             is_included = not only_reductions or tag % len(Kind) != Kind.GATHER
-            if has_ended and is_included:
+            if is_included and (last is None or last.message[1] != number):
                 self._await_taken(tag, number, what)
 
     def _await_taken(self, tag: int, number: int, what: str) -> None:
         """Wait until the peers have received or read a message of this rank."""
         works, _, message = self.connections.sent[tag, number]
-        self.connections.wait(works, message, what)
+        self.connections.wait(works, message, self.connections.names.get(tag, what))
         self.connections.sent.pop((tag, number), None)
 
 
 def sum_in_rank_order(parts: Sequence[Tensor], total: Tensor, divisor: Tensor | None) -> None:
     """Sum ``parts`` in rank order into ``total``, which may be one of them, in fp32 or wider, and
     divide by ``divisor``: the same bits on every rank."""
-    numel, wide = total.numel(), torch.promote_types(total.dtype, torch.float32)
+    step = _CHUNK_NUMEL * max(torch.get_num_threads(), 1)
+    if total.numel() > step:
+        for start in range(0, total.numel(), step):
+            chunk = slice(start, start + step)
+            sum_in_rank_order([part[chunk] for part in parts], total[chunk], divisor)
+        return
+    wide = torch.promote_types(total.dtype, torch.float32)
     # a separate accumulator, unless the first addition may overwrite ``total``
     separate = total.dtype != wide or any(part.data_ptr() == total.data_ptr() for part in parts[2:])
-    step = _CHUNK_NUMEL * max(torch.get_num_threads(), 1)
-    for start in range(0, numel, step):
-        chunk, addends = total, list(parts)
-        if numel > step:
-            chunk = total[start : start + step]
-            addends = [part[start : start + step] for part in parts]
-        result = torch.empty(chunk.shape, dtype=wide, device="cpu") if separate else chunk
-        if addends[0].dtype == addends[1].dtype == wide:
-            torch.add(addends[0], addends[1], out=result)
-            rest = addends[2:]
-        else:
-            result.copy_(addends[0])
-            rest = addends[1:]
-        for part in rest:
-            result.add_(part)
-        if divisor is not None:
-            result.div_(divisor)
-        if separate:
-            chunk.copy_(result)
+    result = torch.empty(total.shape, dtype=wide, device="cpu") if separate else total
+    first, *rest = parts
+    if first.dtype == rest[0].dtype == wide:
+        torch.add(first, rest.pop(0), out=result)
+    else:
+        result.copy_(first)
+    for part in rest:
+        result.add_(part)
+    if divisor is not None:
+        result.div_(divisor)
+    if separate:
+        total.copy_(result)
 
 
 class MessageTransport(GlooTransport):
     """Sends values over gloo's connections, where ranks are on several hosts."""
 
-    def _start(self, sent: Tensor, tag: int, into: ByRank | None = None) -> Handle:
-        connections, outgoing = self.connections, self._outgoing(sent, tag % len(Kind))
+    def _start(
+        self, sent: Tensor, tag: int, into: ByRank | None = None, dtype: torch.dtype | None = None
+    ) -> Handle:
+        connections, kind, sent = self.connections, tag % len(Kind), sent.to(dtype or sent.dtype)
+        outgoing = [sent] * self.ranks if kind == Kind.GATHER else self._slices(sent)
         own = outgoing[self.rank]
+        if kind == Kind.REPLICATE_BACK:
+            outgoing = [own] * self.ranks
         if into is None:
             into = [own if r == self.rank else torch.empty_like(own) for r in range(self.ranks)]
         number = self._begin(tag)
@@ -221,20 +227,9 @@ class MessageTransport(GlooTransport):
         )
         receives, sends = works[: self.ranks - 1], works[self.ranks - 1 :]
         connections.sent[tag, number] = sends, sent, (tag, number, 0)
-        message = tag, number, len(receives)
-        handle = connections.unfinished[tag] = Handle(receives, into, sent, message)
+        handle = Handle(receives, into, sent, (tag, number, len(receives)))
+        connections.unfinished[tag] = handle
         return handle
 
-    def _outgoing(self, sent: Tensor, kind: int) -> list[Tensor]:
-        """Return what is sent to each rank, out of ``sent``."""
-        if kind == Kind.GATHER:
-            return [sent] * self.ranks
-        slices = self._slices(sent)
-        return [slices[self.rank]] * self.ranks if kind == Kind.REPLICATE_BACK else slices
-
-    def _parts(self, handle: Handle, own: Tensor, what: str) -> list[Tensor]:
-        self._end(handle, what)
-        return [own if r == self.rank else handle.received[r] for r in range(self.ranks)]
-
-    def _fill(self, handle: Handle, what: str) -> None:
-        self._end(handle, what)
+    def _read(self, handle: Handle, source: int, like: Tensor, what: str) -> Tensor:
+        return handle.received[source]

@@ -18,21 +18,20 @@ from torch import Tensor
 from .. import _torch_private
 from .._torch_private import gloo as torch_gloo
 from ..errors import StateError
-from .divergence import deadlock, progress
-from .divergence.store_rendezvous import rendezvous_of
-from .divergence.waits import (
-    COLLECTIVE,
-    MAX_ASKED,
-    Activity,
-    MessageId,
-    Report,
-    Wait,
-    Waiter,
-    Waiting,
-)
+from .board import board, progress
+from .board.calls import COLLECTIVE, MAX_ASKED, Activity, MessageId, Report, Wait, Waiter, Waiting
+from .board.store_rendezvous import rendezvous_of
 from .environment import warn_after_s
 from .mesh import Axis, named
-from .transport import VALUES, Handle, Transport, Work, communication_error, group_destroyed
+from .transport import (
+    VALUES,
+    Handle,
+    Transport,
+    Work,
+    communication_error,
+    failed_before,
+    group_destroyed,
+)
 
 ACK_TAG = 1 << 24  # added to the tag of a message that is read in place: the tag of its ack
 
@@ -72,6 +71,7 @@ class OverConnections(Transport):
     def __init__(self, axis: Axis, device: torch.device, connections: GlooConnections) -> None:
         super().__init__(axis, device)
         self.connections, self.name = connections, connections.activity.name
+        self.activity = connections.activity
 
     @property
     def has_failed(self) -> bool:
@@ -105,7 +105,7 @@ class GlooConnections(Waiter):
 
     Every wait has the time limit of the process group, which gloo ignores. After a failed wait, or
     an exception in the middle of an exchange, no rank can know which messages have arrived. So
-    communication fails for good: all connections of the process are closed (``deadlock.give_up``).
+    communication fails for good: all connections of the process are closed (``board.give_up``).
     """
 
     def __init__(self, axis: Axis, group: dist.ProcessGroup, part: str = "") -> None:
@@ -125,20 +125,20 @@ class GlooConnections(Waiter):
         self.gloo: typing.Any = None  # a ProcessGroupGloo; None before connecting and after closing
         self._awaited: list[typing.Any] = []  # by the communicating thread, now
         self._is_closed, self._failure = False, ""  # failure: "" if the group was destroyed
-        self._parents: object = None  # in a forked process
-        # Called when the connections close, with whether communication has failed.
-        self.on_close: Callable[[bool], None] = _nothing
+        self._of_parent: object = None  # in a forked process: what was ``gloo``
+        # called when the connections close, with whether communication has failed
+        self.on_close: Callable[[bool], None] = lambda has_failed: None
         _all_connections.add(self)
-        deadlock.watch(self)
+        board.watch(self)
         rendezvous = rendezvous_of(axis.members, name)
         if rendezvous is not None:
             rendezvous.meet("connect() over a process group", "", name)
-        self.activity.counts[COLLECTIVE] = 1
-        self.activity.waiting = waiting = (COLLECTIVE, 1, 0), 0, "connect()"
+        self.activity.begin(COLLECTIVE)
+        self.activity.waiting = (COLLECTIVE, 1, 0), 0, "connect()"
         try:
             self.gloo = torch_gloo.gloo_of_its_own(group, name, rank, ranks, self.timeout)
         except RuntimeError as error:
-            self.fail("connect()", error, waiting, str(error))
+            self.fail("connect()", error, str(error))
         except BaseException as error:
             self.abandon("connect()", error)
             raise
@@ -156,14 +156,7 @@ class GlooConnections(Waiter):
             return
         if not self._failure:
             raise group_destroyed()
-        raise StateError.of(
-            "Communication between the ranks has failed before, and stays failed.",
-            expected="no further use of this process group after the first error",
-            got=self._failure,
-            where=self._where(),
-            fix="end the process, so that torchrun restarts all ranks from a checkpoint; or "
-            "wrap the model again over a new process group, on all ranks",
-        )
+        raise failed_before(self._failure, self.activity.rank, self.activity.members)
 
     def require_thread(self) -> None:
         """Raise StateError if another thread is in the middle of an exchange."""
@@ -173,16 +166,11 @@ class GlooConnections(Waiter):
                 "Two threads communicate over one process group at once.",
                 expected="one thread at a time, because all ranks must send in the same order",
                 got="a call from a second thread during a forward or backward of the first",
-                where=self._where(),
+                where=f"rank {activity.global_rank}, at {progress.location()}",
                 fix="give each model that has its own thread a process group of its own: "
                 "process_group=torch.distributed.new_group()",
             )
         activity.thread = thread
-
-    def _where(self) -> str:
-        rank, members = self.activity.rank, self.activity.members
-        ranks = f"rank {rank} of {len(members)} (global ranks {named(members)})"
-        return f"{ranks}, at {progress.location()}"
 
     # -- messages
 
@@ -190,25 +178,21 @@ class GlooConnections(Waiter):
         """Count another use of a tag, and return the count. All members count alike."""
         if self.gloo is None:
             self.require_open()
-        activity = self.activity
-        if get_ident() != activity.thread:
-            self.require_thread()
-        number = activity.counts[tag] = activity.counts.get(tag, 0) + 1
-        return number
+        self.require_thread()
+        return self.activity.begin(tag)
 
     def wait(self, works: list[Work], message: MessageId, what: str) -> None:
         """Wait for the works of a message."""
-        activity, timeout, waiting = self.activity, self.timeout, None
         self._awaited = works
         try:
             for index, work in enumerate(works):
-                activity.waiting = waiting = message, index, what
-                if not work.wait(timeout):
+                self.activity.waiting = message, index, what
+                if not work.wait(self.timeout):
                     raise RuntimeError("the connection was closed")
         except RuntimeError as error:
-            self.fail(self._name(message, what), error, waiting)
+            self.fail(what, error)
         finally:
-            activity.waiting, self._awaited = None, _NOTHING
+            self.activity.waiting, self._awaited = None, _NOTHING
 
     def post(
         self,
@@ -227,52 +211,41 @@ class GlooConnections(Waiter):
             self.fail(what, error)
         return works
 
-    def _name(self, message: MessageId, what: str) -> str:
-        """Return the name of what is waited for; flushed messages were gathered under another."""
-        tag, _, num_receives = message
-        return what if num_receives else self.names.get(tag % ACK_TAG, what)
-
     # -- failing
 
     def fail(
-        self,
-        what: str,
-        error: RuntimeError | None = None,
-        waiting: Waiting | None = None,
-        cause: str = "",
+        self, what: str, error: RuntimeError | None = None, cause: str = ""
     ) -> typing.NoReturn:
-        """Raise a StateError because of a failed wait. cause: in words; "": from ``error``."""
-        activity = self.activity
+        """Raise a StateError because a wait has failed, or what it has brought is wrong. cause: in
+        words; "": from ``error``."""
+        activity, waiting = self.activity, self.activity.waiting
         wait = self.describe(waiting or ((COLLECTIVE, 0, 0), 0, ""))  # by default for all peers
-        is_lost = False
-        if error is not None and not cause:
-            is_lost, cause = not torch_gloo.is_timeout(error), "a connection was closed"
-            if not is_lost:
-                limit_s = self.timeout.total_seconds()
-                cause = f"no message within {limit_s:g} s, the time limit of the process group"
-        report = activity.diagnosis or deadlock.reason_of(self, wait, is_lost)
-        report = report or Report({}, cause)
+        is_lost = not cause and error is not None and not torch_gloo.is_timeout(error)
+        if not cause:
+            limit_s = self.timeout.total_seconds()
+            cause = f"no message within {limit_s:g} s, the time limit of the process group"
+        if is_lost:
+            cause = "a connection was closed"
+        report = activity.diagnosis or board.reason_of(self, wait, is_lost) or Report({}, cause)
         if waiting is not None:
             report = dataclasses.replace(report, lines={**report.lines, wait.rank: wait.text})
-        if report.is_cycle:
+        first = f"Waiting for {what} failed: {report.cause}."
+        if report.is_circle:
             first = f"Waiting for {what} can never end: ranks wait for each other."
-        else:
-            first = f"Waiting for {what} failed: {report.cause}."
         got = str(report) or "no message"
-        self._failure = self._failure or f"{first} {got}"
-        deadlock.give_up(self, report)
+        self._failure, activity.waiting = self._failure or f"{first} {got}", None
+        board.give_up(self, report)
         culprit = None if report.culprit == wait.rank else report.culprit
         raise communication_error(first, got, activity.rank, activity.members, culprit) from error
 
     def abandon(self, what: str, error: BaseException) -> None:
         """Fail because an exception, usually an interrupt, came in the middle of an exchange."""
         if not self._is_closed:
-            rank = self.activity.global_rank
-            name = type(error).__name__
+            rank, name = self.activity.global_rank, type(error).__name__
             self._failure = f"rank {rank} left {what} with {name}, at {progress.location()}"
-            deadlock.give_up(self, Report({rank: self._failure}, self._failure, rank))
+            board.give_up(self, Report({rank: self._failure}, self._failure, rank))
 
-    # -- for deadlock detection (divergence/waits.py)
+    # -- for the board (board/calls.py)
 
     @property
     def is_connected(self) -> bool:
@@ -280,33 +253,31 @@ class GlooConnections(Waiter):
 
     def describe(self, waiting: Waiting) -> Wait:
         (tag, number, num_receives), index, what = waiting
-        what, members = self._name(waiting[0], what), self.activity.members
-        rank, is_send = self.activity.global_rank, index >= num_receives
+        activity, members = self.activity, self.activity.members
         if tag == COLLECTIVE:
-            own = self.activity.rank
-            # each rank asks about different ones
-            peers = tuple(sorted((members[own + 1 :] + members[:own])[:MAX_ASKED]))
-            text = f"rank {rank} waits in {what} for ranks {named(sorted(self.activity.others))}"
+            after = members[activity.rank + 1 :] + members[: activity.rank]
+            peers = tuple(sorted(after[:MAX_ASKED]))  # each rank asks about different ones
+            awaited = f"in {what} for ranks {named(sorted(after))}"
         else:
-            source, target = self.peers[index - num_receives if is_send else index]
-            peer = members[target if is_send else source]
-            peers = (peer,)
-            text = f"rank {rank} waits for {what} from rank {peer}"
-            if is_send:
-                text = f"rank {rank} waits for rank {peer} to take {what}"
-        text += f", at {progress.location()}"
-        return Wait(rank, peers, self.activity.name, tag, number, text)
+            source, target = self.peers[index]
+            peers = (members[source if num_receives else target],)
+            awaited = f"for rank {peers[0]} to take {what}"
+            if num_receives:
+                awaited = f"for {what} from rank {peers[0]}"
+        text = f"rank {activity.global_rank} waits {awaited}, at {progress.location()}"
+        return Wait(activity.global_rank, peers, activity.name, tag, number, text)
 
     def lost_peer(self, wait: Wait, is_gone: Callable[[int], bool]) -> int | None:
         gloo = self.gloo
-        if gloo is not None:
-            needed = set(self.activity.others if wait.tag == COLLECTIVE else wait.peers)
-            members = enumerate(self.activity.members)
-            closed = [p for n, p in members if p in needed and torch_gloo.is_closed(gloo, n)]
-            for peer in closed or (peer for peer in wait.peers if is_gone(peer)):
-                time.sleep(0.1)  # messages that arrived before may be about to end the wait
-                return peer
-        return None
+        if gloo is None:
+            return None
+        needed = set(self.activity.others if wait.tag == COLLECTIVE else wait.peers)
+        members = enumerate(self.activity.members)
+        closed = [p for n, p in members if p in needed and torch_gloo.is_closed(gloo, n)]
+        lost = next(iter(closed or filter(is_gone, wait.peers)), None)
+        if lost is not None:
+            time.sleep(0.1)  # messages that arrived before may be about to end the wait
+        return lost
 
     def end_wait(self) -> None:
         gloo = self.gloo
@@ -324,35 +295,26 @@ class GlooConnections(Waiter):
         # first: peers may still be reading memory that is about to be released
         self.on_close(report is not None)
         if report is not None:
-            self._failure = (
-                self._failure or f"another communication of this process failed: {report}"
-            )
+            another = f"another communication of this process failed: {report}"
+            self._failure = self._failure or another
             self.end_wait()
         self.gloo = None
         self.unfinished.clear()
         self.sent.clear()
         self.activity.counts.clear()
 
-    def close_in_child(self) -> None:
-        """In a forked process: refuse every use, and leave the parent's connections alone."""
-        self._parents, self.on_close = self.gloo, _nothing
-        self.gloo, self._is_closed = None, True
-        self._failure = "this process was forked from a rank, whose connections it does not have"
-
-
-def _nothing(has_failed: bool) -> None:
-    pass
-
 
 _all_connections: weakref.WeakSet[GlooConnections] = weakref.WeakSet()
 
 
-def _close_all_in_child() -> None:
-    for connections in _all_connections:
-        connections.close_in_child()
+def _close_in_child() -> None:
+    """In a forked process: refuse every use, and leave the parent's connections alone."""
+    for each in _all_connections:
+        each.gloo, each._of_parent, each._is_closed = None, each.gloo, True
+        each._failure = "this process was forked from a rank, whose connections it does not have"
 
 
-os.register_at_fork(after_in_child=_close_all_in_child)
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def any_awaits_readers() -> bool:

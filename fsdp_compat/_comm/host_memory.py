@@ -14,28 +14,22 @@ from torch import Tensor
 from .environment import map_from_nbytes
 
 HUGE_NBYTES = 1 << 21
-
-# None if the C library does not have the function.
 _libc = ctypes.CDLL(None)
-_malloc_trim = getattr(_libc, "malloc_trim", None)
-_madvise = getattr(_libc, "madvise", None) if sys.platform == "linux" else None
-if _madvise is not None:
-    _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_HUGEPAGE = 14  # of madvise
 
 
 def prefer_huge_pages(address: int, nbytes: int) -> None:
     """Request huge pages for new CPU memory, to which the first write is faster then."""
-    start, end = -(-address // HUGE_NBYTES), (address + nbytes) // HUGE_NBYTES
-    if start < end and _madvise is not None:
-        _madvise(start * HUGE_NBYTES, (end - start) * HUGE_NBYTES, _HUGEPAGE)
+    start = -(-address // HUGE_NBYTES) * HUGE_NBYTES
+    size = (address + nbytes) // HUGE_NBYTES * HUGE_NBYTES - start
+    if size > 0 and sys.platform == "linux":
+        _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
 
 
 def give_back_freed() -> None:
     """Return freed CPU pages to the system: glibc keeps those between blocks in use. Unsharded
     parameters that are freed while shards are created leave holes as large as the model."""
-    if _malloc_trim is not None:
-        _malloc_trim(0)
+    if hasattr(_libc, "malloc_trim"):
+        _libc.malloc_trim(ctypes.c_size_t(0))
 
 
 def memory_of(tensor: Tensor) -> memoryview:
@@ -50,11 +44,8 @@ def memory_of(tensor: Tensor) -> memoryview:
 def of_its_own_size(tensor: Tensor) -> Tensor:
     """Return a tensor over the same memory whose storage is no larger: writers copy tensors with a
     larger one. tensor: contiguous; returned unchanged if it is not on the CPU."""
-    if (
-        tensor.device.type != "cpu"
-        or tensor.untyped_storage().nbytes() == tensor.nbytes
-        or not tensor.nbytes
-    ):
+    is_whole = tensor.untyped_storage().nbytes() == tensor.nbytes
+    if is_whole or tensor.device.type != "cpu" or not tensor.nbytes:
         return tensor
     return torch.frombuffer(memory_of(tensor), dtype=tensor.dtype).view(tensor.shape)
 

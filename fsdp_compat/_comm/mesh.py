@@ -40,8 +40,7 @@ class Mesh:
 
     shard: Axis
     replica: Axis
-    # there is no shard group: the replicas are the ranks of the only group
-    one_group: bool = False
+    one_group: bool = False  # no shard group: the replicas are the ranks of the only group
     is_hybrid: bool = False  # a DeviceMesh with a replica dimension, even one of size 1
 
     @property
@@ -65,23 +64,15 @@ def the_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
             fix="first call torch.distributed.init_process_group('gloo'), or 'nccl' on CUDA",
         )
     found = dist.group.WORLD if group is None else group
-    if found is not None and is_in_python(found) and not _torch_private.is_registered(found):
-        if found.size() == dist.get_world_size():
+    if found is not None and not _torch_private.is_registered(found):
+        if is_in_python(found) and found.size() == dist.get_world_size():
             return found
         raise UsageError.of(
-            "The ranks of this Python process group are unknown.",
-            expected="one over all ranks, or one made by torch.distributed.new_group",
-            got=f"a {type(found).__name__} of {found.size()} ranks that was made directly",
+            "torch.distributed does not know the ranks of this process group.",
+            expected="one made by torch.distributed.new_group, or one in Python over all ranks",
+            got=f"a {type(found).__name__} that was destroyed, or made in another way",
             where=f"process_group=, global rank {dist.get_rank()}",
-            fix="make it with new_group, after torch.distributed.Backend.register_backend",
-        )
-    if found is not None and not _torch_private.is_registered(found):
-        raise UsageError.of(
-            "The process group was destroyed.",
-            expected="a process group that exists",
-            got="one that destroy_process_group has destroyed",
-            where=f"process_group=, global rank {dist.get_rank()}",
-            fix="make a new group, or omit process_group",
+            fix="make a new group with new_group, or omit process_group",
         )
     if found is None or dist.get_rank(found) < 0:
         raise not_a_member()
@@ -111,22 +102,16 @@ def axis_of(group: dist.ProcessGroup) -> Axis:
     return Axis(group if len(members) > 1 else None, group.rank(), members)
 
 
-def group_by_name(name: str | None, members: tuple[int, ...] | None) -> dist.ProcessGroup | None:
+def group_by_name(name: str, members: tuple[int, ...]) -> dist.ProcessGroup:
     """Return the process group with a name and these members, or raise UsageError."""
-    if name is None:
-        return None
     the_group(None)
     group = _torch_private.group_named(name)
-    if group is None or (
-        members is not None and tuple(dist.get_process_group_ranks(group)) != members
-    ):
+    ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
+    if group is None or ranks != members:
         raise UsageError.of(
             "A process group of a pickled module does not exist.",
-            expected=f"a process group named {name!r}"
-            + (f" of the ranks {named(members)}" if members is not None else ""),
-            got="none of that name"
-            if group is None
-            else f"one of the ranks {named(dist.get_process_group_ranks(group))}",
+            expected=f"a process group named {name!r} of the ranks {named(members)}",
+            got="none of that name" if group is None else f"one of the ranks {named(ranks)}",
             where=f"unpickling a FullyShardedDataParallel, global rank {dist.get_rank()}",
             fix="unpickle with the same number of ranks, after making the same process groups; "
             "to change them, save state_dict() instead",
@@ -137,8 +122,7 @@ def group_by_name(name: str | None, members: tuple[int, ...] | None) -> dist.Pro
 def axis_by_name(name: str | None, members: tuple[int, ...], rank: int | None = None) -> Axis:
     """Return the axis over a named process group. rank: of the pickled shards on this axis; raises
     UsageError if it is not this rank's."""
-    group = group_by_name(name, members)
-    axis = _alone() if group is None else axis_of(group)
+    axis = _alone() if name is None else axis_of(group_by_name(name, members))
     if rank is not None and rank != axis.rank:
         raise UsageError.of(
             "A pickled module holds the shards of another rank.",
@@ -161,9 +145,7 @@ def mesh_from_group(group: dist.ProcessGroup | None) -> Mesh:
 
 
 def replicated(mesh: Mesh) -> Mesh:
-    """Return the mesh of the same ranks, along one axis of ``mesh``, each with a whole copy."""
-    if mesh.shard.ranks > 1 and mesh.replica.ranks > 1:
-        raise ValueError("a mesh of two real axes has no single group to replicate over")
+    """Return the mesh of the same ranks, of which all on the shard axis hold a whole copy."""
     return mesh if mesh.shard.ranks == 1 else Mesh(_alone(), mesh.shard, one_group=True)
 
 
@@ -184,8 +166,6 @@ def mesh_from_groups(shard: dist.ProcessGroup, replica: dist.ProcessGroup) -> Me
 
 def first_dimension(mesh: DeviceMesh) -> DeviceMesh:
     """Return the 1-D mesh of this rank along the first dimension of ``mesh``."""
-    if mesh.get_coordinate() is None:
-        raise not_a_member()
     if mesh.ndim == 1:
         return mesh
     if mesh.mesh_dim_names is not None:
@@ -196,8 +176,6 @@ def first_dimension(mesh: DeviceMesh) -> DeviceMesh:
 def mesh_from_device_mesh(mesh: DeviceMesh, *, strategy: str) -> Mesh:
     """Return the mesh of a hybrid strategy, as in torch: a 1-D mesh is one replica, a 2-D mesh is
     (replica, shard). strategy: its name."""
-    if mesh.get_coordinate() is None:
-        raise not_a_member()
     if mesh.ndim == 1:
         return Mesh(axis_of(mesh.get_group()), _alone())
     if mesh.ndim == 2:
@@ -212,13 +190,12 @@ def mesh_from_device_mesh(mesh: DeviceMesh, *, strategy: str) -> Mesh:
     )
 
 
+_Groups = tuple[dist.ProcessGroup, dist.ProcessGroup]
 # The groups of each default group, by ranks per node: (shard, replica).
-_node_groups: weakref.WeakKeyDictionary[
-    dist.ProcessGroup, dict[int, tuple[dist.ProcessGroup, dist.ProcessGroup]]
-] = weakref.WeakKeyDictionary()
+_node_groups = weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, _Groups]]()
 
 
-def groups_node_by_node(ranks_per_node: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+def groups_node_by_node(ranks_per_node: int) -> _Groups:
     """Return (shard group, replica group): split within each node of ``ranks_per_node``, and
     replicate across nodes. Collective: every rank of the default group, at the first call."""
     default = the_group(None)
@@ -233,12 +210,10 @@ def groups_node_by_node(ranks_per_node: int) -> tuple[dist.ProcessGroup, dist.Pr
         )
     known = _node_groups.setdefault(default, {})
     if ranks_per_node not in known:
-        nodes = [
-            list(range(start, start + ranks_per_node)) for start in range(0, world, ranks_per_node)
-        ]
+        starts = range(0, world, ranks_per_node)
+        nodes = [[*range(start, start + ranks_per_node)] for start in starts]
+        places = [[*range(place, world, ranks_per_node)] for place in range(ranks_per_node)]
         shard, _ = dist.new_subgroups_by_enumeration(nodes)
-        replica, _ = dist.new_subgroups_by_enumeration(
-            [list(column) for column in zip(*nodes, strict=True)]
-        )
+        replica, _ = dist.new_subgroups_by_enumeration(places)
         known[ranks_per_node] = shard, replica
     return known[ranks_per_node]

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from ..errors import StateError
-from .divergence import progress
-from .divergence.waits import MessageId
+from .board import progress
+from .board.calls import Activity, MessageId
 from .host_memory import memory_of
 from .mesh import Axis, named
 
@@ -35,6 +35,12 @@ class Kind(enum.IntEnum):
     REPLICATE_BACK = 3  # the second half: the sums return to all ranks
 
 
+_TEXTS = {
+    Kind.GATHER: "the all-gather",
+    Kind.REDUCE: "the reduction",
+    Kind.REPLICATE: "the all-reduce",
+    Kind.REPLICATE_BACK: "the second half of the all-reduce",
+}
 VALUES = (1 << 18) - len(Kind)  # the largest tag: that of small collectives, which are not counted
 _DIGEST_NBYTES = 16
 
@@ -131,6 +137,7 @@ class Transport(abc.ABC):
         """device: of the tensors that are sent."""
         self.rank, self.ranks, self.members = axis.rank, axis.ranks, axis.members
         self.device, self.traffic = device, Traffic()
+        self.activity = Activity("", axis.rank, axis.members)  # nobody else sees it
         self._tags = itertools.count(1)
         self.values_device = torch.device("cpu")  # of small collectives
         self.takes_host_values = True  # in small collectives, so that the host waits for no device
@@ -143,9 +150,15 @@ class Transport(abc.ABC):
     def require_working(self) -> None:  # noqa: B027 (a default)
         """Raise StateError if communication has failed before."""
 
-    def new_tag(self) -> int:
-        """Return an unused tag for a group. All ranks must call it in the same order."""
-        return len(Kind) * next(self._tags)
+    def before_step(self) -> None:  # noqa: B027 (a default)
+        """Tell that a step of an optimizer follows."""
+
+    def new_tag(self, name: str) -> int:
+        """Return an unused tag for a group, which is called ``name`` where ranks part. All ranks
+        must call it in the same order."""
+        tag = len(Kind) * next(self._tags)
+        self.activity.names |= {tag + kind: f"{text} of {name}" for kind, text in _TEXTS.items()}
+        return tag
 
     def allocate(self, numel: int, dtype: torch.dtype, zero: bool = False) -> Tensor:
         """Return memory [numel] for what is sent along the axis, where sending needs the fewest
@@ -164,7 +177,9 @@ class Transport(abc.ABC):
         """Send ``own`` [S], of any dtype and device, to all ranks; receive into ``full`` [ranks *
         S], whose views by rank are ``segments``. ``own`` must not change before ``settle``."""
 
-    def begin_gathers(self, gathers: Sequence[tuple[Tensor, Tensor, ByRank]]) -> Handle:
+    def begin_gathers(
+        self, gathers: Sequence[tuple[Tensor, Tensor, ByRank]], tag: int = 0
+    ) -> Handle:
         """Begin several gathers (own, full, segments) as one, with one end, if ``coalesces``."""
         raise NotImplementedError
 
@@ -323,11 +338,30 @@ def group_destroyed() -> StateError:
     )
 
 
+def failed_before(failure: str, rank: int, members: tuple[int, ...]) -> StateError:
+    """Return the error for a use after communication has failed."""
+    ranks = f"rank {rank} of {len(members)} (global ranks {named(members)})"
+    return StateError.of(
+        "Communication between the ranks has failed before, and stays failed.",
+        expected="no use of this process's groups after the first error: all of them are closed",
+        got=failure,
+        where=f"{ranks}, at {progress.location()}",
+        fix="end the process, so that torchrun restarts all ranks from a checkpoint; or wrap the "
+        "model again over a process group that is made now, on all ranks. What sends nothing "
+        "still works: local state dicts of this rank, and its files",
+    )
+
+
 def communication_error(
-    first: str, got: str, rank: int, members: tuple[int, ...], culprit: int | None = None
+    first: str,
+    got: str,
+    rank: int,
+    members: tuple[int, ...],
+    culprit: int | None = None,
+    advice: str = "",
 ) -> StateError:
     """Return the error for a failed wait. first: its first sentence. culprit: the global rank that
-    failed first, if known."""
+    failed first, if known. advice: in place of the usual one."""
     look = "look for a rank that raised or skipped a unit"
     if culprit is not None:
         look = f"look at rank {culprit}'s own error first; without one, it skipped a unit or step"
@@ -336,7 +370,7 @@ def communication_error(
         expected="every rank alive, and using the same units in the same order",
         got=got,
         where=f"rank {rank} of {len(members)} (global ranks {named(members)})",
-        fix=f"{look}; if ranks may use different units, pass allow_unused_units=True",
+        fix=advice or f"{look}; if ranks may use different units, pass allow_unused_units=True",
     )
 
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .divergence.processes import Process
+from .board.processes import Process
 from .gloo import GlooTransport, MessageTransport
 from .gloo_connections import OverConnections, fails_if_interrupted
 from .mesh import Axis
@@ -43,7 +43,7 @@ class _Pending(Handle):
 class TwoStages(OverConnections):
     """Exchanges in two stages, each by a transport of its own."""
 
-    reduce_steps = 1
+    reduce_steps, all_reduce_steps = 1, 3 + 1
 
     def __init__(
         self,
@@ -57,19 +57,17 @@ class TwoStages(OverConnections):
         super().__init__(axis, whole.device, whole.connections)
         self._num_hosts, self._ranks_per_host = len(hosts), len(hosts[0])
         self._is_by_host = hosts[0][1] == 1
-        [(self._host, self._local_rank)] = [
-            (host, ranks.index(axis.rank)) for host, ranks in enumerate(hosts) if axis.rank in ranks
-        ]
-        peers = [ranks[self._local_rank] for ranks in hosts]
+        self._host = next(host for host, ranks in enumerate(hosts) if axis.rank in ranks)
+        self._local_rank = hosts[self._host].index(axis.rank)
 
         def connected(ranks: Sequence[int], name: str) -> GlooTransport:
             members = tuple(axis.members[rank] for rank in ranks)
-            part = Axis(axis.group, ranks.index(axis.rank), members)
-            return connect(part, whole.device, name)
+            return connect(Axis(axis.group, ranks.index(axis.rank), members), whole.device, name)
 
         self._near = connected(hosts[self._host], f"host {self._host}")
+        peers = [ranks[self._local_rank] for ranks in hosts]
         self._far = connected(peers, f"local rank {self._local_rank}")
-        self.all_reduce_steps = 3 + 1
+        self._near.activity.names = self._far.activity.names = self.activity.names
         self.traffic = self._far.traffic  # what leaves this host
         self._gathers: dict[int, _Pending] = {}  # by tag: those that have not ended, oldest first
 
@@ -94,25 +92,21 @@ class TwoStages(OverConnections):
         near, (tag, *_), staged = self._near, handle.message, handle.held
         self._far.end_gather(handle.stage, what)
         near.settle(what)  # the others have read the last gather: its memory can be freed
-        grid = self._by_host_and_local_rank(handle.target)
-        shape = self._ranks_per_host, *staged.view(self._num_hosts, -1).shape
-        # messages cannot be received into strided memory
-        is_direct = not isinstance(near, MessageTransport)
-        by_local_rank = grid.transpose(0, 1) if is_direct else staged.new_empty(shape)
-        stage = near.begin_gather(
-            staged.view(shape[1:]), handle.target, by_local_rank.unbind(), tag
-        )
-        near.end_gather(stage, what)
-        if not is_direct:
-            grid.copy_(by_local_rank.transpose(0, 1))
+        parts = into = self._by_local_rank(handle.target)
+        is_sent = isinstance(near, MessageTransport)
+        if is_sent:  # messages cannot be received into strided memory
+            into = staged.new_empty(parts.shape)
+        own = staged.view(parts.shape[1:])
+        near.end_gather(near.begin_gather(own, handle.target, into.unbind(), tag), what)
+        if is_sent:
+            parts.copy_(into)
         handle.ended, handle.held = True, None
         del self._gathers[tag]
 
     @fails_if_interrupted
     def begin_reduce(self, buffer: Tensor, segments: ByRank, tag: int) -> Handle:
-        grid = self._by_host_and_local_rank(buffer)
-        staged = self._staged(buffer.numel(), buffer.dtype)
-        staged.view(grid.transpose(0, 1).shape).copy_(grid.transpose(0, 1))
+        parts, staged = self._by_local_rank(buffer), self._staged(buffer.numel(), buffer.dtype)
+        staged.view(parts.shape).copy_(parts)
         return self._begin_sum_of_host(staged, staged, tag)
 
     @fails_if_interrupted
@@ -156,10 +150,8 @@ class TwoStages(OverConnections):
             far.end_all_reduce(handle.stage, handle.held, what)
             numel = self._ranks_per_host * handle.held.numel()
             full = total if total.numel() == numel else total.new_empty(numel)
-            handle.target = full
-            handle.stage = near.begin_gather(
-                handle.held, full, full.chunk(self._ranks_per_host), tag
-            )
+            parts = full.chunk(self._ranks_per_host)
+            handle.target, handle.stage = full, near.begin_gather(handle.held, full, parts, tag)
         else:
             near.end_gather(handle.stage, what)
             if handle.target is not total:
@@ -192,13 +184,12 @@ class TwoStages(OverConnections):
 
     # -- parts
 
-    def _by_host_and_local_rank(self, full: Tensor) -> Tensor:
-        """Return a view [hosts, local ranks, S] of the segments of all ranks."""
-        hosts, per_host = self._num_hosts, self._ranks_per_host
-        size = full.numel() // self.ranks
+    def _by_local_rank(self, full: Tensor) -> Tensor:
+        """Return a view [local ranks, hosts, S] of the segments of all ranks."""
+        hosts, per_host, size = self._num_hosts, self._ranks_per_host, full.numel() // self.ranks
         if self._is_by_host:
-            return full.view(hosts, per_host, size)
-        return full.view(per_host, hosts, size).transpose(0, 1)
+            return full.view(hosts, per_host, size).transpose(0, 1)
+        return full.view(per_host, hosts, size)
 
     def _staged(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return memory for what the ranks of this host sum, reused once no peer reads it."""
@@ -221,13 +212,12 @@ def hosts_of(whole: GlooTransport) -> list[list[int]] | None:
         return None
     own = Process.own()
     machines = whole.gather_objects(None if own is None else own.machine)
-    hosts = [
-        [rank for rank, its_machine in enumerate(machines) if its_machine == machine]
-        for machine in dict.fromkeys(machines)
-    ]
-    ranks, num_hosts = range(whole.ranks), len(hosts)
+    ranks, by_machine = range(whole.ranks), dict[str | None, list[int]]()
+    for rank, machine in enumerate(machines):
+        by_machine.setdefault(machine, []).append(rank)
+    hosts, num_hosts = [*by_machine.values()], len(by_machine)
     per_host = whole.ranks // num_hosts
-    by_host = [list(ranks[i * per_host : (i + 1) * per_host]) for i in range(num_hosts)]
-    round_robin = [list(ranks[i::num_hosts]) for i in range(num_hosts)]
+    by_host = [[*ranks[i * per_host : (i + 1) * per_host]] for i in range(num_hosts)]
+    round_robin = [[*ranks[i::num_hosts]] for i in range(num_hosts)]
     is_regular = None not in machines and hosts in (by_host, round_robin)
     return hosts if is_regular and min(num_hosts, per_host) > 1 else None

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from .._comm.board import progress
 from .._comm.communicator import communicator
-from .._comm.divergence import progress
 from .._comm.mesh import Mesh, named
 from .._comm.transport import Transport, are_alike
 from ..errors import UsageError

@@ -25,9 +25,9 @@ import torch
 from torch import nn
 
 from .. import _torch_private
-from .._comm.divergence import progress
+from .._comm.board import events, progress
 from ..errors import StateError
-from . import events, hooks
+from . import hooks
 from .checks import Checks
 from .device import side_stream
 from .gradients import Gradients, InFlightReductions

@@ -62,16 +62,19 @@ class Checks:
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Before a step, wait for copies of offloaded shards, which a forward without a backward
-        has left. Raise StateError if a gradient of the optimizer's parameters was not reduced; a
-        backward that raised may have left some, which the next forward drops."""
-        self._communicators.wait_copies()
-        runtime = self._root.runtime
-        if runtime is None or runtime.backward.is_open or not self.changes.groups_with_gradients():
+        has left. Raise StateError if communication has failed, or if a gradient of the optimizer's
+        parameters was not reduced; a backward that raised may have left some, which the next
+        forward drops."""
+        works, runtime = self._communicators.before_step(), self._root.runtime
+        if runtime is None or runtime.backward.is_open:
+            return
+        if works and not self.changes.groups_with_gradients():
             return
         held = {id(each) for group in optimizer.param_groups for each in group["params"]}
         for unit in self._units:
             for group in () if unit.view.summoned else unit.groups:
                 if not held.isdisjoint(id(param) for param, _ in group.store.sharded_params):
+                    group.shard.require_working()  # or its gradients may not be reduced
                     _require_reduced(group)
 
     def _check_units(self) -> None:

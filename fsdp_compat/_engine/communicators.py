@@ -76,6 +76,13 @@ class Communicators:
         if not in_graph:
             self.wait_copies()
 
+    def before_step(self) -> bool:
+        """Wait until offloaded shards may be overwritten; return whether communication works."""
+        for each in self._communicators:
+            each.before_step()
+        self.wait_copies()
+        return not any(each.has_failed for each in self._communicators)
+
     def wait_copies(self) -> None:
         """Wait until offloaded shards may be overwritten and their gradients read."""
         for offload in self._offloads:

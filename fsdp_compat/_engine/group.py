@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from .._comm.board import events
 from .._comm.communicator import communicator
 from .._comm.mesh import Mesh
 from .._comm.transport import Transport
 from ..errors import AssertedStateError
-from . import events
 from .behavior import Behavior
 from .communicators import ReduceAxes
 from .device import ON_DEVICE, OffloadPolicy, on_host, side_stream
@@ -116,9 +116,8 @@ class Group:
         """Mark messages along an axis with this tag from now on."""
         self.tags[axis], axes = tag, self.gradients.axes
         self._all_gather.tag = self.tags.get(self.shard, 0)
-        if axis.has_tags:
-            axes.shard_tag = self.tags.get(self.shard, axes.shard_tag)
-            axes.replica_tag = self.tags.get(self.replica, axes.replica_tag)
+        axes.shard_tag = self.tags.get(self.shard, axes.shard_tag)
+        axes.replica_tag = self.tags.get(self.replica, axes.replica_tag)
 
     # -- parameters
 

@@ -115,7 +115,9 @@ class MappedShards:
         for group in self._candidates:
             axis = found.get(id(group.shard))
             if axis is None:
-                axis = found[id(group.shard)] = _Axis(group.shard, [], group.shard.new_tag())
+                axis = found[id(group.shard)] = _Axis(
+                    group.shard, [], group.shard.new_tag("shards that ranks map")
+                )
             axis.groups.append(group)
         mapped = [axis for axis in found.values() if not self._map(axis)]
         for axis in mapped:

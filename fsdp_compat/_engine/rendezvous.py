@@ -11,7 +11,7 @@
 groups take part; with ``copies=True`` also those with the other copies. A call without groups, or
 with one rank, checks nothing.
 
-divergence/store_rendezvous.py has the mechanism. Two environment variables, the same on all ranks:
+board/store_rendezvous.py has the mechanism. Two environment variables, the same on all ranks:
 FSDP_COMPAT_MEET=0 disables the check, and FSDP_COMPAT_MEET_TIMEOUT is how long, in seconds, a
 missing rank may be idle before the call fails."""
 
@@ -22,9 +22,9 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 
+from .._comm.board import progress
+from .._comm.board.store_rendezvous import rendezvous_of
 from .._comm.communicator import made
-from .._comm.divergence import progress
-from .._comm.divergence.store_rendezvous import rendezvous_of
 from .._comm.environment import checks_calls, idle_limit_s
 from .._comm.mesh import Axis, named
 from .._comm.transport import Transport, are_alike
@@ -69,7 +69,7 @@ def agree(groups: Sequence[Group], *, copies: bool = True) -> None:
         if new and new[0].device.type != "meta":
             _require_same(new, axis)
         for group in new:
-            group.use_tag(axis, axis.new_tag())
+            group.use_tag(axis, axis.new_tag(group.name))
 
 
 def _without_tags(groups: Iterable[Group], axis: Transport) -> list[Group]:
@@ -126,7 +126,7 @@ def require_all_ranks(
 
 def require_all_ranks_once(call: str, groups: Iterable[Group]) -> None:
     """Collective. Check only the first such call of these groups: each check costs a round trip to
-    the store. If ranks diverge later, the deadlock is detected, or the backend's time limit ends
+    the store. If ranks diverge later, the board finds it, or the backend's time limit ends
     it."""
     groups = list(groups)
     for communicator in _communicators(groups, copies=False):

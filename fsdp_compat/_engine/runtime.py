@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from .. import _torch_private
-from .._comm.divergence import progress
+from .._comm.board import events, progress, ring
 from ..errors import StateError
-from . import black_box, events, hooks, rendezvous
+from . import hooks, rendezvous
 from .backward import BackwardRunner, ThreadedBackwardRunner
 from .behavior import CommHook
 from .checks import Checks, refuse_in_pass, require_own
 from .communicators import Communicators
-from .device import compute_streams
+from .device import compute_streams, is_simulated
 from .dtypes import ComputeDtype
 from .group import Group
 from .nested import cast_floats, map_tensors, move_to
@@ -41,7 +41,8 @@ class Runtime:
         self.groups: list[Group] = []
         _live.add(self)
         self.has_run = False  # a forward has begun
-        black_box.begin_if_asked()
+        if not is_simulated():
+            ring.begin()
         for unit, name in zip(self.units, names, strict=True):
             if unit.runtime is not None:
                 runtime_of(unit).reshard_all()
@@ -54,6 +55,7 @@ class Runtime:
         self._gathering = Gathering(self.units, self._communicators, self._streams, options)
         runner = BackwardRunner if self._streams is None else ThreadedBackwardRunner
         self.backward = runner(self.units, self._gathering, self._checks, options)
+        self._may_differ = options.allow_unused_units
         self._units_with_parts: list[Unit] = []
         self._units_of_several: list[Unit] = []
         self.use_groups()
@@ -68,6 +70,10 @@ class Runtime:
         for unit in self.units:
             for group in unit.groups:
                 group.set_name(unit.label)
+        if self._may_differ:
+            events.tell(events.MAY_DIFFER, self.root.label)
+            for axis in itertools.chain.from_iterable(each.communicators for each in self.groups):
+                axis.activity.may_differ = True
         self._units_of_several = [unit for unit in self.units if len(unit.modules) > 1]
         self._units_with_parts = [unit for unit in self.units if unit.view.shows_parts]
         self._communicators.use(

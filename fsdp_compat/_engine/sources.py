@@ -129,7 +129,7 @@ class AllGather(Source):
         first = gathers[0][0]
         with contextlib.nullcontext() if first._side is None else first._side.work():
             first._in_flight = first.axis.begin_gathers(
-                [(g._store.shard, m.all_gather_output, m.segments) for g, m in gathers]
+                [(g._store.shard, m.all_gather_output, m.segments) for g, m in gathers], first.tag
             )
             for gather, _ in gathers:
                 gather._offload.was_read()
@@ -165,7 +165,7 @@ class PartialShard(AllGather):
         process group."""
         axis = axis_of(mesh.get_group(1))
         super().__init__(store, communicator(axis, device), device)
-        self.tag = self.axis.new_tag()
+        self.tag = self.axis.new_tag("parameters that are kept in part")
         memory.allocate_params()  # an empty storage cannot be viewed
         rows = self._rows = store.partial_rows(mesh, axis.rank, axis.ranks, memory.unsharded_params)
         memory.free()

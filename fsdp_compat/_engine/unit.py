@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import _torch_private
+from .._comm.board import events
 from ..errors import StateError
-from . import events
 from .behavior import Behavior
 from .buffers import CastBuffers
 from .dtypes import ComputeDtype

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .._comm.divergence import progress
+from .._comm.board import progress
 from .._engine import device
 from .._torch_private import simulation
 from ..errors import UsageError

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .. import _torch_private
-from .._engine import events
+from .._comm.board import events
 from .._engine.group import Group
 from .._engine.nested import tensors_in
 from .._engine.runtime import live_runtimes

@@ -3,9 +3,9 @@
 When the first name of fsdp_compat is used, which loads the package:
     torch.load(weights_only=True) accepts the classes in sharded state dicts and in the state of
         ranks (torch.serialization.add_safe_globals; stays after ``uninstall()``)
-    fork handlers of _comm/divergence/progress, _comm/divergence/deadlock, _comm/gloo_connections
-        and checkpoint/_background, and exit handlers of deadlock and _background: they do nothing
-        in a process without sharded models
+    fork handlers of _comm/board/progress, _comm/board/board, _comm/gloo_connections and
+        checkpoint/_background, and exit handlers of board and _background: they do nothing in a
+        process without sharded models
     functions of PEFT and Accelerate, when these are imported (_install/client_fixes)
 
 When the first model is wrapped in FullyShardedDataParallel, or sharded by ``fully_shard``:
@@ -16,8 +16,8 @@ When the first model is wrapped in FullyShardedDataParallel, or sharded by ``ful
         and a function, when these modules are imported (compiled)
     torch.distributed.checkpoint: the six functions of its module state_dict, when it is imported
         (dcp_adapter)
-    on one host, a fork handler of _comm/same_host/shared_memory; with FSDP_COMPAT_BLACK_BOX a fork
-        and an exit handler and sys.excepthook (_engine/black_box)
+    a fork handler of _comm/board/ring, on one host one of _comm/same_host/shared_memory; with
+        FSDP_COMPAT_BLACK_BOX an exit handler and sys.excepthook (ring)
 
 When the first model is wrapped in FullyShardedDataParallel:
     assigning a Parameter to a module: a global hook; Module.requires_grad_: a method (assignments)

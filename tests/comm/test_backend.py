@@ -6,15 +6,16 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.testing._internal.distributed import multi_threaded_pg
+from torch.testing._internal.distributed import fake_pg, multi_threaded_pg
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat import ShardingStrategy, checkpoint
+from fsdp_compat import ShardingStrategy, StateDictType, StateError, _torch_private, checkpoint
 from fsdp_compat.sharded_grad_scaler import ShardedGradScaler
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.collectives import counting_sends
@@ -145,3 +146,33 @@ def _in_threads() -> list[Any]:
 
 def test_threaded_ranks_give_the_results_of_processes() -> None:
     assert run_ranks(1, _in_threads) == [run_ranks(2, _trained)]
+
+
+def test_failed_wait_hides_no_error_and_leaves_the_shards(tmp_path: Path) -> None:
+    run_ranks(1, _fails, tmp_path / "shards")
+
+
+def _fails(path: Path) -> None:
+    dist.destroy_process_group()
+    dist.init_process_group("fake", rank=0, world_size=2, store=fake_pg.FakeStore())
+    module = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    model = FSDP(module, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model(torch.ones(2, 8)).sum().backward()
+    aborted = mock.Mock(**{"wait.side_effect": dist.DistBackendError("aborted")})
+    module[0].register_forward_hook(mock.Mock(side_effect=[ValueError("the user's own")]))
+    full = mock.patch("torch.Tensor.new_empty", side_effect=torch.OutOfMemoryError("no memory"))
+    with full, pytest.raises(torch.OutOfMemoryError, match=r"^no memory$"):
+        model.state_dict()
+    gathers = mock.patch.object(
+        _torch_private, "start_all_gather", side_effect=[mock.Mock(), aborted]
+    )
+    with gathers, pytest.raises(ValueError, match="the user's own"):
+        model(torch.ones(2, 8))
+    for use in (lambda: model(torch.ones(2, 8)), optimizer.step, model.state_dict):
+        with pytest.raises(StateError, match=r"has failed before[\s\S]*aborted"):
+            use()
+    torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1).step()  # of another model
+    with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+        torch.save(model.state_dict(), path)
+    assert len(torch.load(path, weights_only=False)) == 3

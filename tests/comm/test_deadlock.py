@@ -189,7 +189,7 @@ def test_an_impossible_setting_in_the_environment_is_refused(name: str) -> None:
 
 
 def threads() -> list[threading.Thread]:
-    name = "fsdp_compat deadlock detection"
+    name = "fsdp_compat board"
     return [thread for thread in threading.enumerate() if thread.name == name]
 
 

@@ -53,10 +53,10 @@ def test_exchanges_are_right_in_every_dtype_and_size_and_send_values_or_nothing(
     comm = connect()
     rank, divisor = comm.rank, torch.tensor(2.0, dtype=torch.float64)
     for numel in (1, 5, 1 << 10, (1 << 15) + 1, (1 << 17) + 1, 1 << 18, (1 << 18) + 1):
-        total = all_reduced(comm, numbers(comm, numel, rank), comm.new_tag())
+        total = all_reduced(comm, numbers(comm, numel, rank), comm.new_tag(""))
         assert torch.equal(total, sum(from_0_to_4(numel, r) for r in range(ranks)).float()), numel
     for dtype in DTYPES:
-        tag, wide = comm.new_tag(), torch.promote_types(dtype, torch.float32)
+        tag, wide = comm.new_tag(""), torch.promote_types(dtype, torch.float32)
         with counting_sends() as sent:
             full = gathered(comm, numbers(comm, NUMEL, rank, dtype), tag)
             buffer = numbers(comm, ranks * NUMEL, rank, dtype)
@@ -186,7 +186,7 @@ def test_memory_of_a_failed_rank_is_not_used() -> None:
 def test_more_groups_than_counters_are_refused_with_the_limit() -> None:
     comm = connect()
     for _ in range(65534):
-        comm.new_tag()
+        comm.new_tag("")
     with pytest.raises(UsageError, match="at most 65534") as caught:
-        comm.new_tag()
+        comm.new_tag("")
     assert "FSDP_COMPAT_SAME_HOST=messages" in str(caught.value)

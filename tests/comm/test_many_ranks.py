@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from fsdp_compat._comm.board.status_store import StatusStore
 from tests.support import many_ranks
 from tests.support.many_ranks import Clock, Cost
 
@@ -29,11 +31,67 @@ def test_requests_grow_by_w_log_w_at_most(
     assert many.nbytes <= law * few.nbytes
 
 
-def test_a_few_ranks_warn_of_a_late_one(caplog: pytest.LogCaptureFixture) -> None:
+def test_ranks_that_wait_log_one_warning_of_a_late_one(caplog: pytest.LogCaptureFixture) -> None:
+    told = mock.patch.object(StatusStore, "warn", autospec=True, side_effect=StatusStore.warn)
+    with many_ranks.simulated() as clock, told as warn:
+        many_ranks.late(FEW, clock, late_s=55.0)
+    assert warn.call_count == 1 and len(caplog.records) == FEW - 1
+    (message,) = {each.getMessage() for each in caplog.records}
+    assert message.startswith(f"rank {FEW - 1} has not begun state_dict(), which ranks 0, 1, ")
+    assert f"\n  rank {FEW - 1}: is at train.py:9 in main()\n" in message
+
+
+UNHEARD = "cannot be heard: stopped, killed, or busy elsewhere"
+MOST = "ranks 0, 1, 2, 3, 4, 5, 6, 7 and {more} more"
+
+
+@pytest.mark.parametrize("ranks", [1024, pytest.param(16384, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("other", "silent", "seconds", "text"),
+    [
+        (
+            "the head",
+            0,
+            (6, 12),
+            f"rank {{odd}} began the head where {MOST} began the norm",
+        ),
+        ("", 0, (30, 35), f"rank {{odd}} has not begun the norm, which {MOST} wait for, since "),
+        ("the norm", 1, (30, 35), f"rank 0 {UNHEARD}; ranks 1, 2, 3, 4, 5"),
+        ("the norm", 128, (30, 35), f"4, 5, 6, 7 and 120 more {UNHEARD}; "),
+        ("the norm", 0, (50, 60), ""),  # all compute
+    ],
+)
+def test_verdict_reaches_all_ranks_by_w_log_w_requests(
+    ranks: int, other: str, silent: int, seconds: tuple[int, int], text: str
+) -> None:
     with many_ranks.simulated() as clock:
-        many_ranks.late(FEW, clock, late_s=40.0)
-    assert 1 <= len(caplog.records) <= 3
-    assert all(f"for the ranks [{FEW - 1}]" in each.getMessage() for each in caplog.records)
+        store, members = many_ranks.stand_still(ranks, clock, other, silent)
+    warning = store.values.get("fsdp_compat/warning", b"").decode()
+    (failure,) = {each.failure for each in members}
+    assert seconds[0] <= clock.now - 1000.0 <= seconds[1]
+    assert store.requests.total() <= ranks * math.log2(ranks) * (1 if text else 2)
+    assert bool(failure) == (other == "the head") and bool(warning) == (seconds[0] == 30)
+    assert text.format(odd=ranks - 2, more=ranks - 9) in failure + warning
+    assert (
+        other == "the norm" or f"rank {ranks - 2}: is at train.py:{ranks - 2} " in failure + warning
+    )
+
+
+def test_ranks_that_go_on_ask_nothing_and_log_no_old_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with many_ranks.simulated() as clock:
+        store, members = many_ranks.stand_still(MANY, clock, "")
+        caplog.clear()
+        for second in range(80):
+            store.requests.clear()
+            for each in members:
+                if second <= 60:
+                    each.activity.begin("the norm")
+                each.board.look([each])
+            assert second == 0 or second > 60 or not store.requests
+            clock.sleep(1.0)
+    assert not caplog.records
 
 
 def test_refused_ranks_name_a_few_ranks_and_the_one_that_differs() -> None:

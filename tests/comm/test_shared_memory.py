@@ -35,7 +35,7 @@ def in_block(numel: int) -> torch.Tensor:
 
 def assert_sends(comm: Any) -> None:
     with counting_sends() as sent:
-        full = gathered(comm, torch.full((NUMEL,), float(comm.rank)), comm.new_tag())
+        full = gathered(comm, torch.full((NUMEL,), float(comm.rank)), comm.new_tag(""))
     assert full[::NUMEL].tolist() == [*range(comm.ranks)]
     assert sum(sent) >= 4 * NUMEL
 
@@ -54,7 +54,7 @@ def test_ranks_without_files_in_memory_let_all_send_values() -> None:
             make = os.memfd_create
             stack.callback(setattr, os, "memfd_create", make)
             del os.memfd_create
-            stack.enter_context(mock.patch.object(shared_memory, "_arena", shared_memory.Arena()))
+            stack.enter_context(mock.patch.object(shared_memory, "arena", shared_memory.Arena()))
         assert_sends(connect())
 
 
@@ -77,7 +77,7 @@ def test_a_rank_without_more_shared_memory_names_the_limit_on_all_ranks() -> Non
 
 def test_peer_memory_checks_a_location_before_reading() -> None:
     own = in_block(NUMEL)
-    mine, place = shared_memory._arena, shared_memory.locate(own)
+    mine, place = shared_memory.arena, shared_memory.locate(own)
     assert place is not None
     peer = PeerArena(os.getpid(), mine.token)
     assert torch.equal(peer.view(place, NUMEL, torch.float32), own)
@@ -99,7 +99,7 @@ def test_peer_memory_checks_a_location_before_reading() -> None:
             with pytest.raises(OSError):
                 peer.view(place._replace(**wrong), NUMEL, torch.float32)
         with pytest.raises(PermissionError):
-            os.ftruncate(mine.chunks[0].fd, 1)
+            os.ftruncate(mine.chunks[0].file.fd, 1)
     finally:
         for fd in (small, device, read, write):
             os.close(fd)
@@ -112,12 +112,12 @@ def test_arena_returns_pages_beyond_its_limit_to_the_system(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     mine = shared_memory.Arena()
-    monkeypatch.setattr(shared_memory, "_arena", mine)
+    monkeypatch.setattr(shared_memory, "arena", mine)
     monkeypatch.setattr(shared_memory, "KEPT_NBYTES", 8 << 20)
     blocks = [shared_memory.allocate(1 << 20, torch.float32).fill_(1.0) for _ in range(8)]
-    held = [os.fstat(mine.chunks[0].fd).st_blocks * 512]
+    held = [os.fstat(mine.chunks[0].file.fd).st_blocks * 512]
     blocks.clear()
-    held.append(os.fstat(mine.chunks[0].fd).st_blocks * 512)
+    held.append(os.fstat(mine.chunks[0].file.fd).st_blocks * 512)
     assert 32 << 20 <= held[0] <= 33 << 20
     assert 8 << 20 <= held[1] <= 9 << 20
     assert not shared_memory.allocate(8 << 20, torch.float32, zero=True).any()

@@ -65,7 +65,7 @@ def test_collectives_are_right_in_the_defined_order(
     with hosts(of_ranks):
         comm = connect()
         rank, ranks, divisor = comm.rank, comm.ranks, torch.tensor(3.0)
-        tags = [comm.new_tag() for _ in NUMELS]
+        tags = [comm.new_tag("") for _ in NUMELS]
         for numel, tag in [*zip(NUMELS, tags, strict=True)] * 2:
             shards = [values(r, numel, torch.float32) for r in range(ranks)]
             full = gathered(comm, shards[rank], tag, dtype=dtype)
@@ -84,7 +84,7 @@ def test_collectives_are_right_in_the_defined_order(
 def test_memory_that_a_host_shares_is_freed_when_its_ranks_have_read_it() -> None:
     with hosts(BY_HOST):
         comm, full = connect(), torch.ones(4 * 70_000)
-        tags = [comm.new_tag() for _ in range(6)]
+        tags = [comm.new_tag("") for _ in range(6)]
         for collective, values in (
             (gathered, full.chunk(4)[comm.rank]),
             (reduced, full),

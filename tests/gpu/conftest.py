@@ -9,8 +9,8 @@ The last one is for an environment that tests/support/fakecuda/build.py made. Wi
 the tests are skipped, except for those with the fixtures ``emulated_device`` and
 ``recorded_device``, which run on the emulated device (tests/support/emulated) if there is a C++
 compiler, which it needs for half a minute. Most tests run as rank 0 of 8 on a fake group, and as
-the only rank on the device's backend (on the CPU: gloo). Those of test_cuda_build.py, and some of
-test_state.py, need several devices and the waits that fakecuda counts."""
+the only rank on the device's backend (on the CPU: gloo). Those of test_cuda_build.py and
+test_hangs.py, and some of test_state.py, need several devices of fakecuda."""
 
 from __future__ import annotations
 

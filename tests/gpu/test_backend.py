@@ -31,14 +31,18 @@ def test_the_backend_transfers_the_given_tensors(real_device: str) -> None:
     with group_of(1, place):
         comm = transport(None, place)
         own, full = torch.arange(1024.0, device=place), torch.zeros(1024, device=place)
-        comm.end_gather(comm.begin_gather(own, full, [full], comm.new_tag()), "parameters")
+        comm.end_gather(comm.begin_gather(own, full, [full], comm.new_tag("")), "parameters")
         assert torch.equal(full, own)
         summed = comm.end_reduce(
-            comm.begin_reduce(full, [full], comm.new_tag()), full, torch.float32, "gradients", None
+            comm.begin_reduce(full, [full], comm.new_tag("")),
+            full,
+            torch.float32,
+            "gradients",
+            None,
         )
         full.zero_()
         assert torch.equal(summed, own)
-        pending = comm.begin_all_reduce(summed, comm.new_tag())
+        pending = comm.begin_all_reduce(summed, comm.new_tag(""))
         comm.end_all_reduce(
             comm.continue_all_reduce(pending, summed, 0, "gradients"), summed, "gradients"
         )

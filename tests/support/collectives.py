@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fsdp_compat._comm.board.store_rendezvous import StoreRendezvous
 from fsdp_compat._comm.communicator import communicator
-from fsdp_compat._comm.divergence.store_rendezvous import StoreRendezvous
 from fsdp_compat._comm.mesh import axis_of
 from fsdp_compat._comm.transport import VALUES
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from unittest import mock
 
 from fsdp_compat import StateError
-from fsdp_compat._comm.divergence import deadlock
+from fsdp_compat._comm.board import board
 
 PROMPT_S = 8.0  # for an error, on a busy machine; every time limit is far beyond it
 
@@ -20,7 +20,7 @@ def limits(idle_s: float = 0.4, patience_s: float = 0.3) -> Iterator[None]:
     """Inside the context missing ranks are distinguished from busy ones sooner than by default."""
     with (
         mock.patch.dict(os.environ, {"FSDP_COMPAT_MEET_TIMEOUT": str(idle_s)}),
-        mock.patch.object(deadlock, "PATIENCE", patience_s),
+        mock.patch.object(board, "PATIENCE", patience_s),
     ):
         yield
 

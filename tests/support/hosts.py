@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from fsdp_compat._comm.divergence import processes
+from fsdp_compat._comm.board import processes
 
 # 2 hosts of 2 ranks, host by host and in turns
 BY_HOST, BY_PLACE = (0, 0, 1, 1), (0, 1, 0, 1)

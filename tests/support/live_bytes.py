@@ -193,8 +193,8 @@ def _is_of_another_process(storage: torch.UntypedStorage) -> bool:
 
 def spare_pages_nbytes() -> int:
     """Return the shared memory that no tensor uses now: pages of freed blocks, kept for reuse."""
-    arena = shared_memory._arena
-    resident = sum(os.fstat(chunk.fd).st_blocks * 512 for chunk in arena.chunks)
+    arena = shared_memory.arena
+    resident = sum(os.fstat(chunk.file.fd).st_blocks * 512 for chunk in arena.chunks)
     free = sum(end - start for chunk in arena.chunks for start, end in chunk.free) + sum(
         its[2] for its in arena._returned
     )
@@ -203,7 +203,7 @@ def spare_pages_nbytes() -> int:
 
 def release_spare_pages() -> None:
     """Return unused pages of shared memory to the system."""
-    arena = shared_memory._arena
+    arena = shared_memory.arena
     while arena._returned:
         chunk, start, nbytes = arena._returned.popleft()
         chunk.put(start, nbytes)

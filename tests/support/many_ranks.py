@@ -5,7 +5,7 @@ it: requests and bytes.
         cost = many_ranks.late(1024, clock)
 
 Every rank has objects of its own, and the code that runs is that of a rank: only the clock, the
-place in the user's program and the store are not real."""
+place in the user's program, its process and the store are not real."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import heapq
 import json
+import math
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,10 +27,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compat import FullyShardedDataParallel, StateError, _torch_private, fully_shard
-from fsdp_compat._comm.divergence import deadlock, progress, status_store, store_rendezvous
-from fsdp_compat._comm.divergence.status_store import Answer, StatusStore
-from fsdp_compat._comm.divergence.store_rendezvous import Attempt, StoreRendezvous
-from fsdp_compat._comm.divergence.waits import Activity
+from fsdp_compat._comm.board import board, progress, status_store, store_rendezvous
+from fsdp_compat._comm.board.calls import Activity, Waiter
+from fsdp_compat._comm.board.processes import Process
+from fsdp_compat._comm.board.status_store import RENEW_S, Post, StatusStore
+from fsdp_compat._comm.board.store_rendezvous import StoreRendezvous
 from fsdp_compat._state.units import units_of
 from fsdp_compat.checkpoint._live.model import named_groups
 from fsdp_compat.checkpoint._live.optimizers import SharedOptimizer
@@ -49,10 +51,12 @@ class Clock:
     """In the place of the time module."""
 
     def __init__(self) -> None:
-        self.now = 1000.0
+        self.now, self.place = 1000.0, "train.py:5 in main()"  # of the rank that runs now
 
     def monotonic(self) -> float:
         return self.now
+
+    time = monotonic
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
@@ -62,10 +66,15 @@ class Clock:
 def simulated() -> Iterator[Clock]:
     """Put a clock that the simulation moves into the modules that look at one."""
     clock = Clock()
+    fakes: list[tuple[Any, str, Any]] = [
+        (progress, "location", lambda: clock.place),
+        (progress.Progress, "idle_s", lambda self: 0.0),
+        (Process, "has_ended", lambda self: False),
+        *((module, "time", clock) for module in (board, status_store, store_rendezvous)),
+    ]
     with contextlib.ExitStack() as stack:
-        for module in (deadlock, status_store, store_rendezvous):
-            stack.enter_context(mock.patch.object(module, "time", clock))
-        stack.enter_context(mock.patch.object(progress, "location", lambda: "train.py:5 in main()"))
+        for fake in fakes:
+            stack.enter_context(mock.patch.object(*fake))
         yield clock
 
 
@@ -75,7 +84,7 @@ class CountingStore:
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
         self.requests: collections.Counter[str] = collections.Counter()
-        self.nbytes = 0
+        self.nbytes = self.num_read = 0  # num_read: posts, and states of parts
 
     def _count(self, kind: str, *told: str | bytes) -> None:
         self.requests[kind] += 1
@@ -100,6 +109,7 @@ class CountingStore:
 
     def check(self, keys: list[str]) -> bool:
         self._count("check", *keys)
+        self.num_read += len(keys)
         return all(key in self.values for key in keys)
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
@@ -130,7 +140,8 @@ def _rendezvous(store: Any, ranks: int) -> list[StoreRendezvous]:
 
 def _run(
     clock: Clock,
-    attempts: list[Attempt],
+    rendezvous: list[StoreRendezvous],
+    calls: list[str],
     arrivals: list[float],
     every: Callable[[int], None] | None,
 ) -> list[str]:
@@ -139,30 +150,30 @@ def _run(
     start, errors = clock.now, list[str]()
     events = [(start + at, rank, "arrive") for rank, at in enumerate(arrivals)]
     heapq.heapify(events)
-    waiting = set(range(len(attempts)))
+    waiting = set(range(len(rendezvous)))
     while waiting:
         clock.now, rank, kind = heapq.heappop(events)
-        attempt = attempts[rank]
+        own = rendezvous[rank]
         if kind == "look" and every is not None:
             if rank in waiting:
                 every(rank)
-                heapq.heappush(events, (clock.now + deadlock.LOOK_S, rank, "look"))
+                heapq.heappush(events, (clock.now + board.LOOK_S, rank, "look"))
             continue
         if kind == "arrive":
-            attempt.arrive()
+            own.arrive(calls[rank], 1, "0")
             if every is not None:
-                heapq.heappush(events, (clock.now + deadlock.LOOK_S, rank, "look"))
+                heapq.heappush(events, (clock.now + board.LOOK_S, rank, "look"))
         else:
-            attempt.poll()
+            own.poll()
         try:
-            is_over = attempt.look()
+            is_over = own.is_complete()
         except StateError as error:
             errors.append(str(error))
             is_over = True
         if is_over:
             waiting.discard(rank)
         else:
-            heapq.heappush(events, (clock.now + attempt.pause_s, rank, "poll"))
+            heapq.heappush(events, (clock.now + own.pause_s, rank, "poll"))
     return errors
 
 
@@ -174,10 +185,8 @@ def meet(ranks: int, clock: Clock, last: str = "state_dict()") -> Cost:
     """A rendezvous to which all ranks come. last: the call of the last rank."""
     store = CountingStore()
     calls = ["state_dict()"] * (ranks - 1) + [last]
-    rendezvous = _rendezvous(store, ranks)
-    attempts = [Attempt(*each, 1, "0") for each in zip(rendezvous, calls, strict=True)]
     arrivals = [SKEW_S * rank / ranks for rank in range(ranks)]
-    return _cost(store, _run(clock, attempts, arrivals, None))
+    return _cost(store, _run(clock, _rendezvous(store, ranks), calls, arrivals, None))
 
 
 def refused(ranks: int, clock: Clock) -> Cost:
@@ -189,16 +198,58 @@ def late(ranks: int, clock: Clock, late_s: float = 30.0) -> Cost:
     """A rendezvous to which one rank comes late, while the others look for circles."""
     store = CountingStore()
     rendezvous = _rendezvous(store, ranks)
-    attempts = [Attempt(each, "state_dict()", 1, "0") for each in rendezvous]
     status = StatusStore(store)
-    status.answer(ranks - 1, Answer(0, "is at train.py:9 in main()", 0.0))
-    searches = [deadlock.Search() for _ in rendezvous]
+    boards = [board.Board(rank, status, ranks) for rank in range(ranks)]
+    number = int(clock.time() / RENEW_S)
+    status.post(ranks - 1, Post("is at train.py:9 in main()", clock.time(), number=number))
 
     def look(rank: int) -> None:
-        searches[rank].look([rendezvous[rank]], status)
+        boards[rank].look([rendezvous[rank]])
 
     arrivals = [SKEW_S * rank / ranks for rank in range(ranks - 1)] + [late_s]
-    return _cost(store, _run(clock, attempts, arrivals, look))
+    return _cost(store, _run(clock, rendezvous, ["state_dict()"] * ranks, arrivals, look))
+
+
+class Member(Waiter):
+    """A rank of an axis without tags, as BackendTransport is one, and its board."""
+
+    failure = ""
+
+    def __init__(self, store: Any, rank: int, members: tuple[int, ...], last: str) -> None:
+        self.activity = Activity("0/cuda", rank, members, has_tags=False)
+        self.board = board.Board(rank, StatusStore(store), len(members))
+        for call in [*(f"layers.{number}" for number in range(70)), *filter(None, [last])]:
+            self.activity.begin(call)
+
+    @property
+    def is_connected(self) -> bool:
+        return not self.failure
+
+    def end_wait(self) -> None:
+        self.failure = getattr(self.activity.diagnosis, "cause", "")
+
+
+def stand_still(
+    ranks: int, clock: Clock, other: str = "the norm", silent: int = 0
+) -> tuple[CountingStore, list[Member]]:
+    """Ranks that begin the same call, but the last but one ``other``, or nothing. All but the first
+    ``silent`` ones then look each second, until all have failed, or one warns, or for 60 s."""
+    store, world, start = CountingStore(), tuple(range(ranks)), clock.now
+    lasts = ["the norm"] * (ranks - 2) + [other, "the norm"]
+    members = [Member(store, rank, world, lasts[rank]) for rank in world]
+    store.requests.clear()
+    events = [(start + rank / ranks, rank) for rank in world[silent:]]
+    while events[0][0] < start + 60.0 and "fsdp_compat/warning" not in store.values:
+        clock.now, rank = events[0]
+        clock.place = f"train.py:{rank if lasts[rank] != 'the norm' else 5} in main()"
+        store.num_read, member = 0, members[rank]
+        member.board.look([member])
+        assert store.num_read <= board.MAX_READ == 256
+        if members[-1].failure and all(each.failure for each in members):
+            break
+        pause_s = member.board._look_at - clock.now  # it does nothing before
+        heapq.heapreplace(events, (clock.now + max(1, math.ceil(pause_s)), rank))
+    return store, members
 
 
 def exchange(ranks: int, clock: Clock, value: object = "x" * 2000) -> Cost:

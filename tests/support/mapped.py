@@ -48,8 +48,8 @@ def no_more(limit: int) -> Iterator[None]:
 @contextlib.contextmanager
 def low_address_space() -> Iterator[None]:
     """Rank 1 cannot map memory of rank 0 that it has not mapped in an earlier test."""
-    arena = shared_memory.Arena() if dist.get_rank() == 0 else shared_memory._arena
-    with mock.patch.object(shared_memory, "_arena", arena), no_more(resource.RLIMIT_AS):
+    arena = shared_memory.Arena() if dist.get_rank() == 0 else shared_memory.arena
+    with mock.patch.object(shared_memory, "arena", arena), no_more(resource.RLIMIT_AS):
         yield
 
 
@@ -110,7 +110,7 @@ class ForksWhileMapping:
                 (transport.SameHostTransport, "any_of"),
             ):
                 stack.enter_context(mock.patch.object(owner, name, self._around(owner, name)))
-            arena = shared_memory._arena
+            arena = shared_memory.arena
             freeze = functools.partial(self._frozen, arena)
             stack.enter_context(mock.patch.object(arena, "freeze", freeze))
             lock = LockThatTells(self._wants_lock)

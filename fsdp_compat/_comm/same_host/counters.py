@@ -3,8 +3,8 @@
 Each rank has a ``Table`` that it alone writes and that its peers map read-only. It has a row for
 every tag: the numbers of the last message sent and of the last one read from all peers, and a few
 words that describe the one sent. A peer sleeps in the kernel (a futex) until a counter reaches the
-number that it waits for; idle ranks do no work. It wakes every ``SLICE_S`` seconds to check that
-the peer still runs the same program, that its table is open, and that the wait was not aborted.
+number that it waits for; idle ranks do no work. It wakes ten times a second to check that the
+peer still runs the same program, that its table is open, and that the wait was not aborted.
 
 Requires x86-64, where stores become visible in program order, and Linux, for the futex; other
 machines send values (gloo.py)."""
@@ -14,42 +14,33 @@ from __future__ import annotations
 import ctypes
 import datetime
 import functools
-import mmap
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from ..divergence.processes import Process
+from ..board.processes import Process
 from ..transport import VALUES
-from .memory_files import MappedFile, SealedFile
+from .memory_files import PAGE_NBYTES, MappedFile, SealedFile
 
-NUM_TAGS = VALUES + 1
 NUM_WORDS = 6  # about a message
-SLICE_S = 0.1  # a waiting rank wakes this often
 
 # A row: number of the last message sent, of the last one read, words about the one sent.
 _ROW_NBYTES = 64
 _WORDS = struct.Struct(f"{NUM_WORDS}q")
 _SENT, _READ, _SAID = 0, 1, 8  # the first two in counters, the third in bytes
+_NBYTES = PAGE_NBYTES + (VALUES + 1) * _ROW_NBYTES  # of a table
 # counters in the first page: 1 when the owner has closed the table, and when it has failed
 _CLOSED, _FAILED = 16, 17
 
 _FUTEX, _WAIT, _WAKE, _ALL = 202, 0, 1, (1 << 31) - 1
 
 
-class _Time(ctypes.Structure):
-    _fields_ = (("s", ctypes.c_long), ("ns", ctypes.c_long))
-
-
-_SLICE = ctypes.pointer(_Time(0, int(SLICE_S * 1e9)))
-
-
-@functools.cache
-def _futex() -> Callable[..., int]:
-    call = ctypes.CDLL(None).syscall
-    call.restype, word, pointer = ctypes.c_long, ctypes.c_long, ctypes.c_void_p
-    call.argtypes = (word, pointer, word, word, pointer, pointer, word)
-    return functools.partial(call, _FUTEX)
+_SLICE = (ctypes.c_long * 2)(0, 100_000_000)  # a waiting rank wakes this often: (s, ns)
+_word, _pointer = ctypes.c_long, ctypes.c_void_p
+_syscall = ctypes.CDLL(None).syscall
+_syscall.restype = _word
+_syscall.argtypes = (_word, _pointer, _word, _word, _pointer, _pointer, _word)
+_futex = functools.partial(_syscall, _FUTEX)
 
 
 class Table:
@@ -61,21 +52,21 @@ class Table:
         self.file: SealedFile | None = SealedFile(_NBYTES, token)
         self._memory = MappedFile(self.file.fd, self.file.number)
         self._counters = self._memory.view.cast("I")
+        self.location = self.file.fd, self.file.number  # as peers find it
 
     def send(self, tag: int, number: int, words: Sequence[int]) -> None:
         """Announce a message to the peers, in NUM_WORDS words of 64 bits. They must have read the
         last one with this tag."""
-        row = _row(tag)
-        _WORDS.pack_into(self._memory.view, row + _SAID, *words)
-        self._set(row, _SENT, number)
+        _WORDS.pack_into(self._memory.view, _row(tag) + _SAID, *words)
+        self._set(_row(tag) // 4 + _SENT, number)
 
     def acknowledge(self, tag: int, number: int) -> None:
         """Tell the peers that their messages were read."""
-        self._set(_row(tag), _READ, number)
+        self._set(_row(tag) // 4 + _READ, number)
 
-    def _set(self, row: int, counter: int, number: int) -> None:
-        self._counters[row // 4 + counter] = number
-        _futex()(self._memory.address + row + 4 * counter, _WAKE, _ALL, None, None, 0)
+    def _set(self, counter: int, number: int) -> None:
+        self._counters[counter] = number
+        _futex(self._memory.address + 4 * counter, _WAKE, _ALL, None, None, 0)
 
     def close(self, has_failed: bool) -> None:
         """End the waits of all peers. has_failed: also invalidate what they are reading now."""
@@ -106,15 +97,6 @@ class PeerTable:
         """Return the wait until the peer has read a message of this rank."""
         return CounterWork(self, _row(tag) // 4 + _READ, number)
 
-    def has_reached(self, counter: int, number: int) -> bool:
-        return self._counters[counter] >= number
-
-    def sleep(self, counter: int, number: int) -> None:
-        """Wait until a counter may have reached a number, for at most a slice."""
-        value = self._counters[counter]
-        if value < number:
-            _futex()(self._memory.address + 4 * counter, _WAIT, value, _SLICE, None, 0)
-
     @property
     def has_failed(self) -> bool:
         """True if the peer's communication has failed: values read from it may be wrong."""
@@ -137,12 +119,12 @@ class CounterWork:
 
     def wait(self, timeout: datetime.timedelta) -> bool:
         """Return False if aborted. Raises RuntimeError at the limit, or if the peer is gone."""
-        table, counter, number = self._table, self._counter, self._number
+        table, counters, index = self._table, self._table._counters, self._counter
         end = time.monotonic() + timeout.total_seconds()
-        while not table.has_reached(counter, number):
-            table.sleep(counter, number)
-            is_lost = not table.has_reached(counter, number) and table.is_lost
-            if table.has_reached(counter, number):  # it has counted before it ended
+        while (value := counters[index]) < self._number:
+            _futex(table._memory.address + 4 * index, _WAIT, value, _SLICE, None, 0)
+            is_lost = counters[index] < self._number and table.is_lost
+            if counters[index] >= self._number:  # it has counted before it ended
                 break
             if self._is_aborted:
                 return False
@@ -158,7 +140,4 @@ class CounterWork:
 
 
 def _row(tag: int) -> int:
-    return mmap.PAGESIZE + tag * _ROW_NBYTES
-
-
-_NBYTES = _row(NUM_TAGS)  # of a table
+    return PAGE_NBYTES + tag * _ROW_NBYTES

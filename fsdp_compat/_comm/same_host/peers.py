@@ -10,8 +10,8 @@ a read-only one it would crash the process."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import dataclasses
 import fcntl
 import functools
 import mmap
@@ -19,165 +19,95 @@ import os
 import stat
 import typing
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from ..divergence.processes import Process
+from ..board.processes import Process
 from ..transport import ShardMapping
-from . import memory_files, shared_memory
-from .counters import PeerTable, Table
+from . import memory_files
+from .counters import PeerTable
 from .memory_files import HEADER, PAGE_NBYTES, MappedFile, unmap_in
 from .shared_memory import Location
-
-_DTYPES = [value for _, value in sorted(vars(torch).items()) if isinstance(value, torch.dtype)]
 
 MAX_MAPPED = 1 << 14  # shards mapped by this process; the system has a limit of 65,530 mappings
 
 PAGEMAP = "/proc/self/pagemap"
-# bits of its entries, one word per page: the page exists, and it belongs to a file
+# bits of its entries, of 8 bytes per page: the page exists, and it belongs to a file
 _EXISTS, _OF_A_FILE = -1 << 62, 1 << 61
-_ENTRY_NBYTES = 8
 
 _num_mapped = 0
 
 
-class Message(typing.NamedTuple):
-    """Where a message lies, in words of 64 bits."""
-
-    location: Location
-    numel: int
-    dtype: torch.dtype | None  # None: unknown here
-
-    def __str__(self) -> str:
-        return f"{self.numel} elements of {self.dtype or 'an unknown dtype'}"
-
-    @staticmethod
-    def words(location: Location, message: Tensor) -> list[int]:
-        return [*location, message.numel(), _DTYPES.index(message.dtype)]
-
-    @staticmethod
-    def of_words(words: Sequence[int]) -> Message:
-        *location, numel, number = words
-        dtype = _DTYPES[number] if 0 <= number < len(_DTYPES) else None
-        return Message(Location(*location), numel, dtype)
-
-
 class PeerArena:
     """Another process's blocks. What it says is checked: the file belongs to its arena and is
-    sealed, so that it cannot shrink, and the location lies inside."""
+    sealed, so that it cannot shrink, and the location lies inside. Raises OSError otherwise, or if
+    the system refuses."""
 
     def __init__(self, pid: int, token: bytes) -> None:
         """token: of its memory."""
-        self.pid, self._token = pid, token
+        self._pid, self._token = pid, token
         self._chunks: dict[int, MappedFile] = {}  # by index: the latest file
 
-    def open(self, fd: int, number: int) -> MappedFile:
-        """Map a file of the process. Raises OSError if the file does not belong to its arena."""
-        file = self.descriptor(fd, number)
-        try:
-            return MappedFile(file, number, mmap.PROT_READ)
-        finally:
-            os.close(file)
-
-    def descriptor(self, fd: int, number: int) -> int:
-        """Open a file of the process for reading. Raises OSError if it is not the arena's."""
-        path = f"/proc/{self.pid}/fd/{fd}"
+    @contextlib.contextmanager
+    def descriptor(self, fd: int, number: int) -> Iterator[int]:
+        """Open a file of the process for reading, inside the context."""
+        path, name = f"/proc/{self._pid}/fd/{fd}", f"descriptor {fd} of process {self._pid}"
         if not stat.S_ISREG(os.stat(path).st_mode):  # opening a device may have an effect
-            raise OSError(f"descriptor {fd} of process {self.pid} is not a file")
+            raise OSError(f"{name} is not a file")
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             if not fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-                raise OSError(f"descriptor {fd} of process {self.pid} is a file that may shrink")
+                raise OSError(f"{name} is a file that may shrink")
             if os.pread(file, HEADER.size, 0) != HEADER.pack(self._token, number):
-                raise OSError(f"descriptor {fd} of process {self.pid} is other memory")
-        except OSError:
+                raise OSError(f"{name} is other memory")
+            yield file
+        finally:
             os.close(file)
-            raise
-        return file
+
+    def open(self, fd: int, number: int) -> MappedFile:
+        """Map a file of the process."""
+        with self.descriptor(fd, number) as file:
+            return MappedFile(file, number, mmap.PROT_READ)
 
     def map_chunk(self, location: Location) -> MappedFile:
-        """Return the chunk of a location, mapped. Raises OSError if that is impossible."""
+        """Return the chunk of a location, mapped."""
         chunk = self._chunks.get(location.chunk)
         if chunk is None or chunk.number != location.number:
             chunk = self._chunks[location.chunk] = self.open(location.fd, location.number)
         return chunk
 
     def view(self, location: Location, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a read-only tensor [numel]. Raises OSError if that is impossible."""
+        """Return a read-only tensor [numel]."""
         if not numel:
             return torch.empty(0, dtype=dtype, device="cpu")
-        chunk = self.map_chunk(location)
-        nbytes = numel * dtype.itemsize
-        if (
-            not PAGE_NBYTES <= location.offset <= chunk.nbytes - nbytes
-            or location.offset % dtype.itemsize
-        ):
-            raise OSError(
-                f"{nbytes} bytes at {location.offset} do not lie in a chunk of {chunk.nbytes} bytes"
-            )
+        chunk, offset, nbytes = self.map_chunk(location), location.offset, numel * dtype.itemsize
+        if not PAGE_NBYTES <= offset <= chunk.nbytes - nbytes or offset % dtype.itemsize:
+            raise OSError(f"{nbytes} bytes at {offset} do not lie in {chunk.nbytes} bytes")
         # a buffer of exactly this size: a storage over the whole chunk would count as gigabytes
-        held: typing.Any = (ctypes.c_ubyte * nbytes).from_address(chunk.address + location.offset)
+        held: typing.Any = (ctypes.c_ubyte * nbytes).from_address(chunk.address + offset)
         held.chunk = chunk
         return torch.frombuffer(held, dtype=dtype)
 
 
 # By this process and by the other one's token: all axes share them.
-_arenas: weakref.WeakValueDictionary[tuple[int, bytes], PeerArena] = weakref.WeakValueDictionary()
+_arenas = weakref.WeakValueDictionary[tuple[int, bytes], PeerArena]()
 
 
-@dataclasses.dataclass(frozen=True)
-class Introduction:
-    """What other processes need to read this one's memory and counters."""
-
-    process: Process
-    token: bytes
-    chunk: Location  # of any block's
-    table: tuple[int, int]  # descriptor and number of the file of counters
-
-
-@dataclasses.dataclass(frozen=True)
-class Peer:
+class Peer(typing.NamedTuple):
     """Another rank of this host: its arena, and its counters along an axis."""
 
     arena: PeerArena
     table: PeerTable
 
 
-def introduce() -> tuple[Introduction, Table] | None:
-    """Return this rank's introduction on an axis, and its counters there; None if no rank could
-    read its memory."""
-    process, chunk = Process.own(), shared_memory.first_location()
-    if process is None or chunk is None:
-        return None
-    token = shared_memory.arena().token
-    try:
-        table = Table(token)
-    except OSError:
-        return None
-    assert table.file is not None
-    files = table.file.fd, table.file.number
-    return Introduction(process, token, chunk, files), table
-
-
-def attach(introductions: Sequence[Introduction | None], rank: int) -> dict[int, Peer] | None:
-    """Return the peers of ``rank``, or None if it cannot read them all. introductions: by rank."""
-    found: dict[int, Peer] = {}
-    own = introductions[rank]
-    for peer, other in enumerate(introductions):
-        if own is None or other is None or own.process.machine != other.process.machine:
-            return None
-        if peer != rank:
-            pid = other.process.pid
-            arena = _arenas.setdefault((os.getpid(), other.token), PeerArena(pid, other.token))
-            try:
-                arena.map_chunk(other.chunk)  # now: here all ranks can still send values
-                table = PeerTable(arena.open(*other.table), other.process)
-            except (OSError, ValueError):
-                return None
-            found[peer] = Peer(arena, table)
-    return found
+def attach(process: Process, token: bytes, chunk: Location, table: tuple[int, int]) -> Peer:
+    """Return a peer. Raises OSError or ValueError if its memory cannot be read. token, chunk: of
+    its memory. table: descriptor and number of the file of its counters."""
+    arena = _arenas.setdefault((os.getpid(), token), PeerArena(process.pid, token))
+    arena.map_chunk(chunk)  # now: here all ranks can still send values
+    return Peer(arena, PeerTable(arena.open(*table), process))
 
 
 class MappedFiles:
@@ -194,9 +124,8 @@ class MappedFiles:
         held: typing.Any = (ctypes.c_ubyte * self._nbytes).from_address(self._address)
         _num_mapped += ranks
         # parameters, saved tensors and the user's views hold the array, and so the addresses
-        weakref.finalize(
-            held, _unmap, os.getpid(), self._address, self._nbytes, ranks
-        ).atexit = False
+        unmap = weakref.finalize(held, _unmap, os.getpid(), self._address, self._nbytes, ranks)
+        unmap.atexit = False
         self.full = torch.frombuffer(held, dtype=dtype)
 
     def put(self, rank: int, file: int, offset: int) -> None:
@@ -204,16 +133,14 @@ class MappedFiles:
         memory_files.map_private(address, self._shard_nbytes, file, offset)
 
     def keep(self) -> None:
-        # writing copies the pages; .data: autograd sees no change
-        self.full.data.copy_(self.full.clone())
+        self.full.data.copy_(self.full.clone())  # copies the pages; .data: unseen by autograd
 
     def forget_writes(self) -> None:
-        memory_files.forget_writes(self._address, self._nbytes)
+        memory_files.advise(self._address, self._nbytes, mmap.MADV_DONTNEED)
 
     def has_writes(self) -> bool:
         first, number = self._address // PAGE_NBYTES, self._nbytes // PAGE_NBYTES
-        pages = _open_pages(os.getpid(), PAGEMAP)
-        read = os.pread(pages, number * _ENTRY_NBYTES, first * _ENTRY_NBYTES)
+        read = os.pread(_open_pages(os.getpid(), PAGEMAP), 8 * number, 8 * first)
         entries = torch.frombuffer(bytearray(read), dtype=torch.int64)
         return bool(((entries & _EXISTS != 0) & (entries & _OF_A_FILE == 0)).any())
 
@@ -227,11 +154,10 @@ def _unmap(pid: int, address: int, nbytes: int, shards: int) -> None:
 
 def writes_are_found() -> bool:
     """True if ``has_writes`` works here, from now on."""
-    try:
+    with contextlib.suppress(OSError):
         _open_pages(os.getpid(), PAGEMAP)
-    except OSError:
-        return False
-    return PAGE_NBYTES == 4096
+        return True
+    return False
 
 
 @functools.cache
@@ -242,29 +168,24 @@ def _open_pages(pid: int, path: str) -> int:
 
 
 def map_shards(
-    rank: int,
-    arenas: Mapping[int, PeerArena],
+    peers: Mapping[int, Peer],
     shards: Sequence[Tensor],
     locations: Sequence[Sequence[Location]],
     mappings: Sequence[ShardMapping | None],
 ) -> list[ShardMapping]:
     """Map the shards of all ranks into ``mappings``, or new ones for None, and return these. Raises
-    OSError if the system refuses. arenas: of the peers. locations: of the shards, by rank."""
+    OSError if the system refuses. locations: of the shards, by rank."""
     ranks, found = len(locations), list[ShardMapping]()
     files: dict[tuple[int, int, int], int] = {}  # by rank, descriptor and number
-    try:
+    with contextlib.ExitStack() as stack:
         for index, (shard, mapping) in enumerate(zip(shards, mappings, strict=True)):
             made = mapping or MappedFiles(ranks, shard.numel(), shard.dtype)
             for each in range(ranks):
                 at = locations[each][index]
-                if at.offset % PAGE_NBYTES:
-                    raise OSError("a shard does not begin at a page boundary")
                 key = each, at.fd, at.number
-                if each != rank and key not in files:
-                    files[key] = arenas[each].descriptor(at.fd, at.number)
+                if each in peers and key not in files:
+                    opened = peers[each].arena.descriptor(at.fd, at.number)
+                    files[key] = stack.enter_context(opened)
                 made.put(each, files.get(key, at.fd), at.offset)
             found.append(made)
-    finally:
-        for file in files.values():
-            os.close(file)
     return found

@@ -3,17 +3,16 @@ of this process's arena, and ``locate`` says where a tensor lies. If the system 
 descriptors or addresses, new tensors are ordinary memory.
 
 The blocks lie in a few large, sparse, anonymous files (memfd), mapped shared. Peers open them
-through ``/proc``, so no names need to be agreed on, /dev/shm can have any size, and a killed
-process leaves nothing behind. A block returns when its buffer dies; its pages are kept for the next
-block, because a page fault costs several times as much as filling the page.
+through ``/proc``: there are no names to agree on, and a killed process leaves nothing behind. A
+block returns when its buffer dies; its pages are kept for the next block, because a page fault
+costs several times as much as filling the page.
 
-Forks. After a fork the child must keep seeing the memory as it was. A private mapping of a shared
-file would still show the parent's later writes, so the parent stops writing to that file: a fork
-*freezes* every file that holds a live block. From then on parent and child both map it privately,
-which copies the pages that either writes to, and the parent maps a new file at the free addresses
-of the chunk. A block *thaws*, by a copy into the new file, when it is sent again. So a fork costs a
-few system calls, a child that does not touch the weights needs no memory, and all forks between two
-gathers together cost one copy of this rank's shards.
+Forks. The child must keep seeing the memory as it was, so the parent stops writing to its files: a
+fork *freezes* every file that holds a live block. From then on parent and child both map it
+privately, which copies the pages that either writes to, and the parent maps a new file at the free
+addresses of the chunk. A block *thaws*, by a copy into the new file, when it is sent again. So a
+fork costs a few system calls, and all forks between two gathers together cost one copy of this
+rank's shards.
 
 Children forked by C code run no Python hooks. They lack the blocks, so that they cannot read torn
 weights or write to the parent's, and get a segmentation fault if they try."""
@@ -24,6 +23,7 @@ import bisect
 import collections
 import contextlib
 import ctypes
+import mmap
 import os
 import threading
 import typing
@@ -35,10 +35,17 @@ from torch import Tensor
 from . import memory_files
 from .memory_files import PAGE_NBYTES, MappedFile, SealedFile, refusal_of
 
-# Pages of freed blocks that are kept for the next block; the rest goes back to the system.
-KEPT_NBYTES = 1 << 30
-# Least address space of a chunk: each is as large as all before it together, so that there are few.
-CHUNK_NBYTES = 1 << 30
+KEPT_NBYTES = 1 << 30  # pages of freed blocks for the next block; the rest returns to the system
+CHUNK_NBYTES = 1 << 30  # least address space of a chunk: each is as large as all before together
+
+
+class Location(typing.NamedTuple):
+    """Where a tensor lies, as other processes find it."""
+
+    chunk: int  # index
+    number: int  # of the file of the chunk; no two files of a process have the same one
+    fd: int  # of that file, in its process
+    offset: int  # bytes
 
 
 class Chunk:
@@ -49,8 +56,7 @@ class Chunk:
 
     def __init__(self, index: int, nbytes: int, token: bytes) -> None:
         """Raises OSError if the system refuses."""
-        self.index, self.nbytes = index, nbytes
-        self._token = token
+        self.index, self.nbytes, self._token = index, nbytes, token
         self.file: SealedFile | None = SealedFile(nbytes, token)
         # from before forks: a peer may have received a descriptor and not opened it yet
         self.old_files: list[SealedFile] = []
@@ -61,18 +67,12 @@ class Chunk:
         self.free = [(PAGE_NBYTES, nbytes)]  # (start, end), sorted; adjacent ranges are merged
         self.top = PAGE_NBYTES  # memory above was never written to: it is zero
 
-    @property
-    def fd(self) -> int:
-        assert self.file is not None
-        return self.file.fd
-
     def take(self, nbytes: int) -> int | None:
         """Return the offset of a new block, or None if no free range is large enough."""
         for index, (start, end) in enumerate(self.free):
             if end - start >= nbytes:
-                self.free[index : index + 1] = (
-                    [(start + nbytes, end)] if end - start > nbytes else []
-                )
+                rest = start + nbytes, end
+                self.free[index : index + 1] = [rest] if rest[0] < end else []
                 self.taken[start] = nbytes
                 return start
         return None
@@ -82,7 +82,7 @@ class Chunk:
         if self.file is None:
             return
         if start in self.frozen:
-            memory_files.map_shared(self.address + start, nbytes, self.fd, start)
+            memory_files.map_shared(self.address + start, nbytes, self.file.fd, start)
             self.frozen.remove(start)
         end = start + nbytes
         index = bisect.bisect(self.free, (start, end))
@@ -97,7 +97,7 @@ class Chunk:
         """Return pages to the system, except of a frozen block, which are not the file's."""
         if start not in self.frozen:
             with contextlib.suppress(OSError):  # another thread is forking
-                memory_files.free_pages(self.address + start, nbytes)
+                memory_files.advise(self.address + start, nbytes, mmap.MADV_REMOVE)
 
     def freeze(self) -> int:
         """Prepare for a fork. Return how many bytes of free blocks were returned to the system. If
@@ -114,32 +114,41 @@ class Chunk:
         new = SealedFile(self.nbytes, self._token)
         forgotten = 0
         for start, end in free:
-            if start < self.top:
-                forgotten += min(end, self.top) - start
-                memory_files.free_pages(self.address + start, min(end, self.top) - start)
+            written = min(end, self.top) - start
+            if written > 0:
+                forgotten += written
+                memory_files.advise(self.address + start, written, mmap.MADV_REMOVE)
             memory_files.map_shared(self.address + start, end - start, new.fd, start)
         self.file, self.free = new, free
         self.top = max(start + size for start, size in self.taken.items())
         return forgotten
 
-    def thaw(self, offset: int) -> bool:
-        """Move the block at this offset into the file. Return False if that is impossible."""
+    def locate(self, offset: int) -> Location | None:
+        """Return a place in the file, after thawing the block there; None if that is impossible."""
+        # read before `frozen`: a fork in another thread freezes first, and until then the old file
+        # holds the right values
+        file = self.file
+        if self.frozen:
+            with arena.lock:
+                file = self._thaw(offset)
+        return None if file is None else Location(self.index, file.number, file.fd, offset)
+
+    def _thaw(self, offset: int) -> SealedFile | None:
+        """Move the block at this offset into the file. Return the file, or None if it lacks it."""
         index = bisect.bisect(self.frozen, offset) - 1
-        if self.file is None:
-            return False
-        if index < 0 or offset >= self.frozen[index] + self.taken[self.frozen[index]]:
-            return True
-        start = self.frozen[index]
-        end = start + self.taken[start]
+        start = self.frozen[index] if index >= 0 else 0
+        end = start + self.taken.get(start, 0)
+        if self.file is None or offset >= end:
+            return self.file
         try:
             written = start
             while written < end:
                 written += os.pwrite(self.file.fd, self.view[written:end], written)
-            memory_files.map_shared(self.address + start, end - start, self.fd, start)
+            memory_files.map_shared(self.address + start, end - start, self.file.fd, start)
         except OSError:
-            return False
+            return None
         del self.frozen[index]
-        return True
+        return self.file
 
 
 class Arena:
@@ -149,7 +158,6 @@ class Arena:
         self.pid = os.getpid()
         self.token = os.urandom(memory_files.TOKEN_NBYTES)  # that files begin with
         self.chunks: list[Chunk] = []
-        self.is_supported = memory_files.are_supported()
         self.refusal = "no files in memory"  # the last one of the system
         self.lock = threading.RLock()
         # A block may die during any allocation, even one of the arena's: it waits here for the next
@@ -157,28 +165,21 @@ class Arena:
         self._returned: collections.deque[tuple[Chunk, int, int]] = collections.deque()
         self._kept_nbytes = 0  # approximately: pages of free blocks
 
-    def open(self) -> None:
-        """Make the first chunk, if that is possible."""
-        if not self.chunks:
-            with self.lock:
-                self._grow(0)
-
     def take(self, nbytes: int, zero: bool) -> memoryview | None:
         """Return a block, freed with its last reference, or None if there is no more memory."""
-        size = _in_pages(nbytes)
+        size = -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
         with self.lock:
             self._take_back()
-            found = self._find(size) or (self._find(size) if self._grow(size) else None)
-            if found is None:
+            found = self._find(size) or (self.grow(size) and self._find(size))
+            if not found:
                 return None
             chunk, start = found
-            written = min(start + size, chunk.top) - start
+            written = max(min(start + size, chunk.top) - start, 0)
             chunk.top = max(chunk.top, start + size)
-            if written > 0:
-                self._kept_nbytes = max(self._kept_nbytes - written, 0)
+            self._kept_nbytes = max(self._kept_nbytes - written, 0)
         block = chunk.view[start : start + nbytes]
         weakref.finalize(block, self._give_back, chunk, start, size).atexit = False
-        if zero and written > 0:
+        if zero:
             ctypes.memset(chunk.address + start, 0, min(written, nbytes))
         return block
 
@@ -194,11 +195,11 @@ class Arena:
                 return chunk, start
         return None
 
-    def _grow(self, size: int) -> bool:
-        """Add a chunk. Return False if the system refuses."""
-        if not self.is_supported:
+    def grow(self, size: int) -> bool:
+        """Add a chunk with a free range of whole pages. Return False if the system refuses."""
+        if not memory_files.are_supported():
             return False
-        needed, all_before = _in_pages(size) + PAGE_NBYTES, sum(each.nbytes for each in self.chunks)
+        needed, all_before = size + PAGE_NBYTES, sum(each.nbytes for each in self.chunks)
         for nbytes in (max(needed, CHUNK_NBYTES, all_before), needed):
             try:
                 self.chunks.append(Chunk(len(self.chunks), nbytes, self.token))
@@ -217,66 +218,43 @@ class Arena:
             self._kept_nbytes += size
         self._returned.append((chunk, start, size))
 
-    def chunk_of(self, address: int) -> Chunk | None:
-        for chunk in self.chunks:
-            if chunk.address <= address < chunk.address + chunk.nbytes:
-                return chunk
-        return None
-
     def freeze(self) -> None:
         self._take_back()
         for chunk in self.chunks:
             with contextlib.suppress(OSError):  # the fork goes on
                 self._kept_nbytes = max(self._kept_nbytes - chunk.freeze(), 0)
 
-    def close_in_child(self) -> None:
-        """In a child: close the parent's files. Private mappings stay."""
-        for chunk in self.chunks:
-            chunk.file = None
-            chunk.old_files.clear()
-
-
-def _in_pages(nbytes: int) -> int:
-    return -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
-
 
 _num_forks = 0
-_arena = Arena()
-
-
-class Location(typing.NamedTuple):
-    """Where a tensor lies, as other processes find it."""
-
-    chunk: int  # index
-    number: int  # of the file of the chunk; no two files of a process have the same one
-    fd: int  # of that file, in its process
-    offset: int  # bytes
+arena = Arena()  # of this process
 
 
 def num_forks() -> int:
     """Return how often this process has forked; each fork may move tensors to another file. Under
     the lock, so that a fork in another thread is counted exactly if it has frozen blocks: a
     location that was requested afterwards is stale only if the count has changed."""
-    with _arena.lock:
+    with arena.lock:
         return _num_forks
 
 
 def _before_fork() -> None:
     global _num_forks
-    _arena.lock.acquire()  # held during the fork: no block is taken or thawed meanwhile
-    _arena.freeze()
+    arena.lock.acquire()  # held during the fork: no block is taken or thawed meanwhile
+    arena.freeze()
     _num_forks += 1
 
 
 def _after_fork_in_child() -> None:
-    global _arena
-    parents, _arena = _arena, Arena()
-    parents.close_in_child()
+    global arena
+    for chunk in arena.chunks:  # close the parent's files; private mappings stay
+        chunk.file = None
+        chunk.old_files.clear()
+    arena = Arena()
 
 
 os.register_at_fork(
     before=_before_fork,
-    after_in_parent=lambda: _arena.lock.release(),
+    after_in_parent=lambda: arena.lock.release(),
     after_in_child=_after_fork_in_child,
 )
 
@@ -285,7 +263,7 @@ def allocate(numel: int, dtype: torch.dtype, *, zero: bool = False) -> Tensor:
     """Return a CPU tensor [numel], uninitialised unless ``zero``, in a block if there is memory.
     Pages that were never written to are not touched."""
     nbytes = numel * dtype.itemsize
-    block = _arena.take(nbytes, zero) if nbytes else None
+    block = arena.take(nbytes, zero) if nbytes else None
     if block is None:
         make = torch.zeros if zero else torch.empty
         return make(numel, dtype=dtype, device="cpu")
@@ -307,36 +285,21 @@ def locate(tensor: Tensor) -> Location | None:
     if not tensor.numel():
         return first_location()
     address = tensor.data_ptr()
-    chunk = _arena.chunk_of(address)
-    if chunk is None or not tensor.is_contiguous():
-        return None
-    offset = address - chunk.address
-    # read before `frozen`: a fork in another thread freezes first, and until then the old file
-    # holds the right values
-    file = chunk.file
-    if chunk.frozen:
-        with _arena.lock:
-            if not chunk.thaw(offset):
-                return None
-            file = chunk.file
-    return None if file is None else Location(chunk.index, file.number, file.fd, offset)
+    for chunk in arena.chunks:
+        if 0 <= address - chunk.address < chunk.nbytes:
+            return chunk.locate(address - chunk.address) if tensor.is_contiguous() else None
+    return None
 
 
 def first_location() -> Location | None:
     """Return the start of a chunk that peers can map, or None if there is none."""
-    _arena.open()
-    for chunk in _arena.chunks:
-        if chunk.file is not None:
-            return Location(chunk.index, chunk.file.number, chunk.file.fd, 0)
-    return None
-
-
-def arena() -> Arena:
-    """Return the blocks of this process."""
-    return _arena
+    if not arena.chunks:
+        with arena.lock:
+            arena.grow(0)
+    return next(filter(None, (chunk.locate(0) for chunk in arena.chunks)), None)
 
 
 def forget_old_files() -> None:
     """Close the files from before forks. Only while no peer has anything left to read."""
-    for chunk in _arena.chunks:
+    for chunk in arena.chunks:
         chunk.old_files.clear()

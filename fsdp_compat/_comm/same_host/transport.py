@@ -2,65 +2,72 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ...errors import UsageError
+from ..board.processes import Process
 from ..gloo import GlooTransport
-from ..gloo_connections import ACK_TAG, GlooConnections, any_awaits_readers, fails_if_interrupted
+from ..gloo_connections import ACK_TAG, any_awaits_readers, fails_if_interrupted
 from ..mesh import Axis, named
 from ..transport import VALUES, ByRank, Handle, Kind, ShardMapping, Work
-from . import counters, peers, shared_memory
+from . import counters, shared_memory
 from .counters import Table
 from .memory_files import refusal_of
-from .peers import Message, Peer, map_shards, writes_are_found
+from .peers import Peer, attach, map_shards, writes_are_found
+from .shared_memory import Location
+
+_DTYPES = [value for _, value in sorted(vars(torch).items()) if isinstance(value, torch.dtype)]
 
 
 def connect(axis: Axis, values: GlooTransport, maps: bool) -> SameHostTransport | None:
     """Collective. Return the transport of an axis, or None on all ranks if they cannot all read
     each other's memory. values: the transport that sends values. maps: see SameHostTransport."""
-    own = peers.introduce()
-    introductions = values.gather_objects(None if own is None else own[0])
-    if own is None or None in introductions:
+    own, table, process, chunk = None, None, Process.own(), shared_memory.first_location()
+    if process is not None and chunk is not None:
+        with contextlib.suppress(OSError):
+            table = Table(token := shared_memory.arena.token)
+            own = process, token, chunk, table.location
+    introductions = values.gather_objects(own)
+    if None in introductions or len({each.machine for each, *_ in introductions}) > 1:
         return None
-    found = peers.attach(introductions, axis.rank)
-    if not all(values.gather_objects(found is not None)):
+    peers = dict[int, Peer]()
+    with contextlib.suppress(OSError, ValueError):
+        for rank, introduction in enumerate(introductions):
+            if rank != axis.rank:
+                peers[rank] = attach(*introduction)
+    if not all(values.gather_objects(len(peers) == axis.ranks - 1)):
         return None
-    assert found is not None
-    table = own[1]
+    assert table is not None
     table.file = None  # the peers have opened it: a child would inherit the descriptor
-    return SameHostTransport(axis, values.device, values.connections, table, found, maps)
+    return SameHostTransport(axis, values, table, peers, maps)
 
 
 class SameHostTransport(GlooTransport):
-    """Peers read each other's messages in place.
-
-    A message lies in shared memory, or is copied there. Counters tell the peers where. A peer reads
-    its part when it ends the exchange, and replies with an *ack* by its own counters; the sender
-    must not modify the memory before it arrives. Waits for both are like waits for gloo.
-
-    A rank whose communication fails says so in its counters; readers check it after reading."""
+    """Peers read each other's messages in place, in shared memory; counters tell them where. A peer
+    reads its part when it ends the exchange, and replies with an *ack* by its own counters; the
+    sender must not modify the memory before. A rank whose communication fails says so in its
+    counters; readers check it after reading."""
 
     def __init__(
-        self,
-        axis: Axis,
-        device: torch.device,
-        connections: GlooConnections,
-        table: Table,
-        peers: dict[int, Peer],
-        maps: bool,
+        self, axis: Axis, values: GlooTransport, table: Table, peers: dict[int, Peer], maps: bool
     ) -> None:
-        """table: of this rank. maps: large shards may be mapped (peers.py)."""
-        super().__init__(axis, device, connections)
+        """values, table: of this rank. maps: large shards may be mapped (peers.py)."""
+        super().__init__(axis, values.device, values.connections)
         self._table, self._peers, self.maps = table, peers, maps
-        # not a method: a reference cycle would outlive its users, and be freed in a forked process
-        connections.on_close = functools.partial(_close, table, peers)
 
-    def new_tag(self) -> int:
-        tag = super().new_tag()
+        def close(has_failed: bool) -> None:
+            table.close(has_failed)
+            peers.clear()  # with their memory
+
+        # not a method: a reference cycle would outlive its users, and be freed in a forked process
+        self.connections.on_close = close
+
+    def new_tag(self, name: str) -> int:
+        tag = super().new_tag(name)
         if tag >= VALUES:
             raise UsageError.of(
                 "A process group has too many groups of parameters.",
@@ -82,82 +89,69 @@ class SameHostTransport(GlooTransport):
 
     # -- a message
 
-    def _cast(self, own: Tensor, dtype: torch.dtype) -> Tensor:
-        """A peer casts what it reads, which saves a copy here."""
-        return own if shared_memory.locate(own) is not None else own.to(dtype)
-
-    def _start(self, sent: Tensor, tag: int, into: ByRank | None = None) -> Handle:
+    def _start(
+        self, sent: Tensor, tag: int, into: ByRank | None = None, dtype: torch.dtype | None = None
+    ) -> Handle:
         connections = self.connections
         what = connections.names.get(tag, "parameters or gradients")
         block, location = sent, shared_memory.locate(sent)
-        if location is None:
-            block = self.allocate(sent.numel(), sent.dtype).copy_(sent)
+        if location is None:  # otherwise a peer casts what it reads, which saves a copy here
+            block = self.allocate(sent.numel(), dtype or sent.dtype).copy_(sent)
             location = shared_memory.locate(block)
         if location is None:
-            rank = self.members[self.rank]
-            error = f"rank {rank} can get no more shared memory: {shared_memory.arena().refusal}"
-            connections.fail(what, cause=error)
+            error = f"rank {self.members[self.rank]} can get no more shared memory"
+            connections.fail(what, cause=f"{error}: {shared_memory.arena.refusal}")
         last = connections.activity.counts.get(tag, 0)
         if (tag, last) in connections.sent:  # this message takes its row
             self._await_taken(tag, last, what)
         number = self._begin(tag)
-        self._table.send(tag, number, Message.words(location, block))
-        tables = [self._peers[target].table for _, target in connections.peers]
-        acks: list[Work] = [table.read(tag, number) for table in tables]
+        self._table.send(tag, number, (*location, block.numel(), _DTYPES.index(block.dtype)))
+        targets = [self._peers[target] for _, target in connections.peers]
+        acks: list[Work] = [peer.table.read(tag, number) for peer in targets]
         connections.sent[tag, number] = acks, block, (tag + ACK_TAG, number, 0)
-        message = tag, number, len(acks)
-        handle = Handle(self._arrivals(tag, number), () if into is None else into, block, message)
-        connections.unfinished[tag] = handle
+        handle = connections.unfinished[tag] = self._arrival(tag, number)
+        handle.received, handle.held = () if into is None else into, block
         return handle
 
-    def _arrivals(self, tag: int, number: int) -> list[Work]:
-        return [self._peers[source].table.sent(tag, number) for source, _ in self.connections.peers]
-
-    def _parts(self, handle: Handle, own: Tensor, what: str) -> list[Tensor]:
-        self._end(handle, what)
-        return [
-            own if r == self.rank else self._read(handle, r, own, what) for r in range(self.ranks)
-        ]
+    def _arrival(self, tag: int, number: int) -> Handle:
+        sources = [self._peers[source] for source, _ in self.connections.peers]
+        works: list[Work] = [peer.table.sent(tag, number) for peer in sources]
+        return Handle(works, message=(tag, number, len(works)))
 
     def _fill(self, handle: Handle, what: str) -> None:
         self._end(handle, what)
         for source in self._peers:
             into = handle.received[source]
             into.copy_(self._read(handle, source, into, what).view(into.shape))
+        self._finish(handle, what)
 
     def _read(self, handle: Handle, source: int, like: Tensor, what: str) -> Tensor:
-        """Return this rank's part of a message. like: a tensor of the expected length and dtype; a
-        message may also have the dtype of what this rank sends."""
-        tag, peer, rank = handle.message[0], self._peers[source], self.members[source]
-        sent, numel = Message.of_words(peer.table.words(tag)), handle.held.numel()
-        if (
-            sent.dtype is None
-            or sent.numel != numel
-            or sent.dtype not in (like.dtype, handle.held.dtype)
-        ):
-            error = f"rank {rank} has sent {sent} for {numel} of {like.dtype}"
+        tag, held = handle.message[0], handle.held
+        peer, rank = self._peers[source], self.members[source]
+        *place, numel, number = peer.table.words(tag)
+        dtype = _DTYPES[number] if 0 <= number < len(_DTYPES) else None
+        # a message may also have the dtype of what this rank sends
+        if dtype is None or dtype not in (like.dtype, held.dtype) or numel != held.numel():
+            sent = f"{numel} elements of {dtype or 'an unknown dtype'}"
+            error = f"rank {rank} has sent {sent} for {held.numel()} of {like.dtype}"
             self.connections.fail(what, cause=error)
-        first = self._first(tag % len(Kind), source, numel) * sent.dtype.itemsize
-        location = sent.location._replace(offset=sent.location.offset + first)
+        kind, location = tag % len(Kind), Location(*place)
+        if kind != Kind.GATHER:  # a part of what was sent
+            part = source if kind == Kind.REPLICATE_BACK else self.rank
+            first = part * -(-numel // self.ranks) * dtype.itemsize
+            location = location._replace(offset=location.offset + first)
         try:
-            return peer.arena.view(location, like.numel(), sent.dtype)
+            return peer.arena.view(location, like.numel(), dtype)
         except OSError as error:
-            who = self.members[self.rank]
-            text = f"rank {who} cannot read the memory of rank {rank}: {refusal_of(error)}"
-            self.connections.fail(what, cause=text)
-
-    def _first(self, kind: int, source: int, numel: int) -> int:
-        """Return the element at which this rank's part of a message [numel] begins."""
-        if kind == Kind.GATHER:
-            return 0
-        return (source if kind == Kind.REPLICATE_BACK else self.rank) * -(-numel // self.ranks)
+            action = f"rank {self.members[self.rank]} cannot read the memory of rank {rank}"
+            self.connections.fail(what, cause=f"{action}: {refusal_of(error)}")
 
     def _finish(self, handle: Handle, what: str) -> None:
         tag, number, _ = handle.message
-        for source, peer in self._peers.items():
-            if peer.table.has_failed:
-                error = f"the communication of rank {self.members[source]} has failed"
-                self.connections.fail(what, cause=error)
+        failed = [r for r, peer in self._peers.items() if peer.table.has_failed]
+        if failed:
+            error = f"the communication of rank {self.members[failed[0]]} has failed"
+            self.connections.fail(what, cause=error)
         self.connections.activity.counts[tag + ACK_TAG] = number
         self._table.acknowledge(tag, number)
         super()._finish(handle, what)
@@ -173,11 +167,8 @@ class SameHostTransport(GlooTransport):
     ) -> Sequence[ShardMapping] | str:
         own = [shared_memory.locate(shard) for shard in shards] if writes_are_found() else []
         locations = self.gather_objects(own)
-        absent = [
-            rank
-            for rank, of_rank in zip(self.members, locations, strict=True)
-            if not of_rank or None in of_rank
-        ]
+        by_rank = zip(self.members, locations, strict=True)
+        absent = [rank for rank, of_rank in by_rank if not of_rank or None in of_rank]
         if absent:
             return (
                 f"no shared memory on ranks {absent}, which ran out of file descriptors "
@@ -185,9 +176,8 @@ class SameHostTransport(GlooTransport):
                 "the latest fork or before"
             )
         found, refusal = list[ShardMapping](), ""
-        arenas = {rank: peer.arena for rank, peer in self._peers.items()}
         try:
-            found = map_shards(self.rank, arenas, shards, locations, mappings)
+            found = map_shards(self._peers, shards, locations, mappings)
         except OSError as error:
             refusal = f"rank {self.members[self.rank]}: {refusal_of(error)}"
         return "; ".join(filter(None, self.gather_objects(refusal))) or found
@@ -196,21 +186,16 @@ class SameHostTransport(GlooTransport):
     def begin_barrier(self, tag: int, word: int = 0) -> Handle:
         number = self.connections.begin(tag)
         self._table.send(tag, number, [word] * counters.NUM_WORDS)
-        works = self._arrivals(tag, number)
-        return Handle(works, message=(tag, number, len(works)))
+        return self._arrival(tag, number)
 
     @fails_if_interrupted
     def end_barrier(self, handle: Handle, what: str, fails: bool = False) -> list[int]:
         self._end(handle, what)
-        tag, sources = handle.message[0], [source for source, _ in self.connections.peers]
-        words = [self._peers[source].table.words(tag)[0] for source in sources]
-        if fails and any(words):
+        sources = [source for source, _ in self.connections.peers]
+        words = [self._peers[source].table.words(handle.message[0])[0] for source in sources]
+        if fails and 1 in words:
             index = words.index(1)
             cause = f"rank {self.members[sources[index]]} has left with an exception"
-            self.connections.fail(what, waiting=(handle.message, index, what), cause=cause)
+            self.connections.activity.waiting = handle.message, index, what
+            self.connections.fail(what, cause=cause)
         return words
-
-
-def _close(table: Table, peers: dict[int, Peer], has_failed: bool) -> None:
-    table.close(has_failed)
-    peers.clear()  # with their memory

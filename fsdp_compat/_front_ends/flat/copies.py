@@ -185,7 +185,6 @@ def _settings_of(
 ) -> Settings:
     """Return settings with this process's groups. Raises UsageError if none of them fits."""
     group = group_by_name(*of_group)
-    assert group is not None
     shard, replica = axis_by_name(*shard_axis), axis_by_name(*replica_axis)
     mesh = None
     if of_mesh is not None:

@@ -217,6 +217,8 @@ def _mesh(
         if not isinstance(device_mesh, DeviceMesh):
             expected = "a torch.distributed.device_mesh.DeviceMesh"
             raise _wrong_type("device_mesh", expected, device_mesh)
+        if device_mesh.get_coordinate() is None:
+            raise not_a_member()
         if not hybrid and device_mesh.size(0) == 1 < device_mesh.size():
             warnings.warn(
                 f"{strategy.name} shards over the first dimension of a mesh, here 1 rank of "

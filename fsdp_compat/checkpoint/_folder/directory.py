@@ -15,7 +15,7 @@ from pathlib import Path
 from torch import nn
 
 from ..._archive.texts import found_in
-from ..._comm.divergence.progress import is_users
+from ..._comm.board.progress import is_users
 from ...errors import CheckpointError
 from .._arguments import require_arguments
 from .._formats.manifest import MANIFEST, Manifest, read_manifest

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..._archive.blocks import make_directories, new_file, sync_directory
-from ..._comm.divergence.processes import host
+from ..._comm.board.processes import host
 from ...errors import UsageError
 
 CONTENT = "content"  # what will be published: a file or a directory

@@ -12,8 +12,8 @@ import uuid
 from typing import Any
 
 from ... import _torch_private
-from ..._comm.divergence.processes import Process
-from ..._comm.divergence.status_store import StatusStore
+from ..._comm.board.processes import Process
+from ..._comm.board.status_store import StatusStore
 
 ASK_S = 1.0  # shortest interval between two questions to a silent rank on another machine
 # A rank that has not answered for this long counts as ended. A long call into C that holds the
@@ -67,10 +67,11 @@ class Inquiry:
         self._members, self._store = members, store
         self._status_store: StatusStore | None = None
         self._asked_at = time.monotonic()
-        self._heard: dict[int, tuple[int, float]] = {}  # by rank: number and time of last answer
+        self._heard: dict[int, tuple[int, float]] = {}  # by rank: number and time of its last post
 
     def silent(self, missing: list[int]) -> list[int]:
-        """Ask missing ranks on other machines again; return those silent for too long."""
+        """Return missing ranks on other machines that have posted nothing for too long: a rank that
+        writes stands still for the board, which renews its post."""
         now, own = time.monotonic(), self._members.number
         missing = [
             number for number in missing if number != own and not self._members.is_here(number)
@@ -81,19 +82,18 @@ class Inquiry:
         if self._status_store is None:
             self._status_store = StatusStore(_torch_private.second_connection(self._store))
         if self._silence_s(own, now) > SILENCE_S / 2:
-            # This rank does not get answers from itself either, so silence proves nothing.
+            # This rank does not see its own posts either, so silence proves nothing.
             self._heard = {own: self._heard[own]}
             return []
         return [number for number in missing if self._silence_s(number, now) > SILENCE_S]
 
     def _silence_s(self, number: int, now: float) -> float:
         assert self._status_store is not None
-        rank = self._members.ranks[number]
-        question, answer = self._status_store.ask(rank), self._status_store.answer_of(rank)
-        last, since = self._heard.setdefault(number, (question - 1, now))
+        post = self._status_store.post_of(self._members.ranks[number])
+        last, since = self._heard.setdefault(number, (0, now))
         # A rank that has ended its training may still be writing.
-        if answer is not None and (answer.number > last or answer.ended):
-            self._heard[number] = max(answer.number, last), now
+        if post is not None and (post.number != last or post.ended):
+            self._heard[number] = post.number, now
             return 0.0
         return now - since
 

@@ -157,15 +157,14 @@ class _Recorder(logging.Handler):
         self.store, self.found = store, list[str]()
 
     def emit(self, record: logging.LogRecord) -> None:
-        if "for at least" in record.getMessage():  # a busy machine may delay rank 1, or its answer
-            self.found.append(record.getMessage())
-        if len(self.found) == 2:
+        self.found.append(record.getMessage())
+        if len(self.found) == 2 and dist.get_rank() == 0:
             self.store.set("warned", "")
 
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[str]]:
-    """Yield a list of the warnings of this rank; rank 1 may wait for the second one of rank 0."""
+    """Yield a list of the warnings of this rank; rank 1 may wait until rank 0 has logged two."""
     recorder = _Recorder(dist.distributed_c10d._get_default_store())
     logging.getLogger("fsdp_compat.waits").addHandler(recorder)
     yield recorder.found
@@ -178,11 +177,11 @@ def wait_for_warnings() -> None:
 
 WARNS = {"FSDP_COMPAT_WARN_AFTER": "0.3"}
 _WARNING = (
-    r"Rank 0 has waited (?P<waited_s>[\d.]+) s for (the parameters of (the root unit|unit '0')|the "
-    r"beginning of a forward of the root unit \(a \w+\)) from rank 1, at "
-    rf"{HERE}:\d+ in \w+\(\)\.\n  rank 1: it is at {HERE}:\d+ in wait_for_warnings\(\), for "
-    r"at least [\d.]+ s\n"
-    r"  Every rank must run the same forwards and backwards\..* Next warning in \d+ s.*"
+    r"rank 1 has not begun the all-gather of (the root unit|unit '0'|shards that ranks map).*, "
+    r"which rank 0 waits for, since (?P<waited_s>[\d.]+) s\.\n"
+    rf"  rank 0: waits for .* from rank 1, at {HERE}:\d+ in \w+\(\), after the \w+ of .*\n"
+    rf"  rank 1: is at {HERE}:\d+ in wait_for_warnings\(\), after the \w+ of .*\n"
+    r"  Every rank must run the same forwards and backwards, .*"
 )
 
 
@@ -213,12 +212,11 @@ def test_waiting_rank_warns_and_says_where_the_missing_one_is(
                 model(torch.ones(2, DIM))
         else:
             step(model)
-    if dist.get_rank() == 1:
-        assert found == []
-        return
-    first, second = (re.fullmatch(_WARNING, text) for text in found[:2])
-    assert first and second, "\n".join(found)
-    assert float(first["waited_s"]) >= 0.3 and float(second["waited_s"]) >= 0.6
+    assert len(found) >= 2 - dist.get_rank()
+    told = [re.fullmatch(_WARNING, text) for text in found]
+    assert all(told), "\n".join(found)
+    waited = [float(each["waited_s"]) for each in told if each]
+    assert waited[0] >= 0.3 and waited[-1] >= 0.3 * len(waited)
 
 
 @on_ranks(2, environment=NOT_MAPPED | WARNS, group_timeout=3)
@@ -236,23 +234,21 @@ def test_waiting_rank_says_which_error_the_missing_one_has_raised() -> None:
             wait_for_warnings()
         else:
             raised = r"AssertedStateError in its last pass \(Parameters were changed between .*\)"
-            assert_told(found[0], rf"rank 1: it has raised {raised}, and is at {HERE}:\d+ in ")
+            assert_told(found[0], rf"rank 1: has raised {raised}, and is at {HERE}:\d+ in ")
 
 
-@pytest.mark.xfail(strict=True, reason="a sleep counts as work, without a warning")
-@on_ranks(2)
+@on_ranks(2, environment=WARNS)
 def test_a_rank_that_polls_for_what_the_others_have_not_begun_is_named_on_all_ranks() -> None:
     model = build()
     with recorded() as found, limits():
         if dist.get_rank() == 1:
-            end = time.monotonic() + 1.5
+            end = time.monotonic() + 20.0
             while not found and time.monotonic() < end:
                 time.sleep(0.05)  # for a file of rank 0, say
         model.state_dict()
     assert_told("\n".join(found), rf"rank 1\b.* at {HERE}:\d+ in ")
 
 
-@pytest.mark.xfail(strict=True, reason="the error is that of the process group that failed")
 @on_ranks(2, environment=NOT_MAPPED)
 def test_error_of_another_process_group_says_which_one_has_failed() -> None:
     other = FSDP(Block(), process_group=dist.new_group())
@@ -551,7 +547,6 @@ finally:
 """
 
 
-@pytest.mark.xfail(strict=True, reason="failures of a host's other connections are not asked for")
 def test_rank_that_is_gone_is_noticed_on_every_host_of_several_ranks(tmp_path: Path) -> None:
     path = tmp_path / "store"
     arguments = [(rank, path, "killed", "0011", "messages", 4) for rank in range(4)]
@@ -564,7 +559,7 @@ def test_rank_that_is_gone_is_named_on_every_host_even_if_its_connections_are_op
 ) -> None:
     raised = r"ended with KeyError: 'no such file'"
     forward = r"Waiting for the parameters of the root unit \(a Linear\) failed: "
-    gone = rf"{forward}the process of rank 2 was killed, or runs another program now \(exec\)\."
+    gone = rf"{forward}rank 2 was killed, or runs another program now \(exec\)\."
     first = "to do:    look at rank 2's own error first"
     save = r"rank \d called state_dict\(\) at <program>:\d+ in <module>\(\)"
     told: dict[tuple[str, str], tuple[str, ...]] = {

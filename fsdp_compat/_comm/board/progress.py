@@ -7,6 +7,7 @@ function of the user. Nothing is measured until another rank asks."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import queue
 import sys
@@ -80,9 +81,8 @@ _error = ""
 def record_error(error: BaseException | None) -> None:
     """Remember, until the next pass (None), the error that ended one: other ranks may wait."""
     global _error
-    if error is None:
-        _error = ""
-    else:
+    _error = ""
+    if error is not None:
         text = textwrap.shorten(first_line_of(error), 200)
         _error = f"has raised {type(error).__name__} in its last pass ({text}), and "
 
@@ -90,6 +90,21 @@ def record_error(error: BaseException | None) -> None:
 def activity() -> str:
     """Return what the followed thread does, as in "is at train.py:41 in main()"."""
     return f"{_error}is at {location()}"
+
+
+def raise_soon(error: Exception | None) -> None:
+    """Raise an error in the followed thread when it runs Python code again, unless it handles one;
+    None: no longer. A wait in C++ that was aborted returns as if nothing had happened."""
+    kind: type[Exception] | None = None
+    if error is not None:
+        handled = sys._current_exceptions().get(_followed)
+        if handled not in (None, (None, None, None)):
+            return
+        of, text = type(error), str(error)
+        body = {"__init__": lambda self: of.__init__(self, text), "__module__": of.__module__}
+        kind = type(of.__name__, (of,), body)
+    raised = None if kind is None else ctypes.py_object(kind)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(_followed), raised)
 
 
 class Progress:
@@ -103,20 +118,12 @@ class Progress:
 
     def idle_s(self) -> float:
         """Return for how many seconds all calls have found this process in one wait; or 0.0."""
-        frames, now = sys._current_frames(), time.monotonic()
+        frames, now, own = sys._current_frames(), time.monotonic(), threading.get_ident()
         frame = frames.get(_followed)
-        if frame is None or not _waits(frame, frames):
+        files = {each.f_code.co_filename for ident, each in frames.items() if ident != own}
+        if frame is None or not (frame.f_code.co_filename in _COLLECTIVES or files <= _WAITS):
             self._frame = None
             return 0.0
         if frame is not self._frame or frame.f_lasti != self._instruction:
             self._frame, self._instruction, self._since = frame, frame.f_lasti, now
         return now - self._since
-
-
-def _waits(frame: types.FrameType, frames: dict[int, types.FrameType]) -> bool:
-    """True if a thread in this frame waits for other ranks, or for a thread that does."""
-    if frame.f_code.co_filename in _COLLECTIVES:
-        return True
-    own = threading.get_ident()
-    others = (other for ident, other in frames.items() if ident != own)
-    return all(other.f_code.co_filename in _WAITS for other in others)

@@ -1,12 +1,12 @@
-"""The protocol between code that waits for other ranks and the detection of waits that never end.
+"""What a rank has begun along an axis, and what it waits for, as the thread of board.py reads it.
 
-Two kinds of objects wait: the connections of a gloo communicator (gloo_connections.py) and a
-rendezvous (store_rendezvous.py). Each is a ``Waiter`` and keeps an ``Activity`` of two facts:
+The connections of a gloo communicator, a backend's communicator and a rendezvous are ``Waiter``s.
+Each keeps an ``Activity``:
 
-    activity.counts[tag] += 1          this rank has begun another message with this tag
-    activity.waiting = (id, i, what)   this rank waits now; None when the wait is over
+    activity.begin(tag)                this rank has begun another call with this tag
+    activity.waiting = (id, i, what)   the host waits now; None when the wait is over
 
-deadlock.py reads the activities in a thread of its own, and has two answers:
+and board.py has two answers:
 
     activity.diagnosis = report, waiter.end_wait()     this wait can never end
     waiter.close(report)                               all communication of this process has failed
@@ -14,6 +14,7 @@ deadlock.py reads the activities in a thread of its own, and has two answers:
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable
 
@@ -26,8 +27,9 @@ COLLECTIVE = -1  # a synchronous collective of all members
 RENDEZVOUS = -2  # a rendezvous: nothing has been sent yet
 
 MAX_ASKED = 64  # ranks that one waiting rank asks, at most
+KEPT = 64  # calls of an axis that a rank remembers
 
-# (tag, how often the tag was used, number of receives among the works, which come before the sends)
+# (tag, how often the tag was used, number of receives; 0: its works are sends)
 MessageId = tuple[int, int, int]
 
 # (message, index of the work, what); each wait has a new tuple, and its identity tells them apart
@@ -44,7 +46,7 @@ class Report:
     culprit: int | None = None  # the global rank whose own error came first, if known
 
     @property
-    def is_cycle(self) -> bool:
+    def is_circle(self) -> bool:
         return not self.cause
 
     def __str__(self) -> str:
@@ -58,10 +60,29 @@ class Activity:
     name: str  # the same on all members
     rank: int  # among the members
     members: tuple[int, ...]  # global ranks
-    counts: dict[int, int] = dataclasses.field(default_factory=dict)  # by tag: how often begun
+    has_tags: bool = True  # without, all members must make the same calls in the same order
+    may_differ: bool = False  # members may use different units
+    total: int = 0  # calls begun
+    counts: dict[int | str, int] = dataclasses.field(default_factory=dict)  # of them, by tag
+    last: collections.deque[int | str] = dataclasses.field(
+        default_factory=lambda: collections.deque(maxlen=KEPT)
+    )  # tags, of the last calls
+    names: dict[int | str, str] = dataclasses.field(default_factory=dict)  # of calls, by tag
     thread: int = 0  # the last one that has begun a message; 0: none
     waiting: Waiting | None = None
     diagnosis: Report | None = None  # of a wait that can never end; set before the wait is ended
+
+    def last_names(self) -> list[str]:
+        """Return what the last calls are."""
+        small = "an exchange of small values"
+        return [self.names.get(tag, tag if isinstance(tag, str) else small) for tag in [*self.last]]
+
+    def begin(self, tag: int | str) -> int:
+        """Count another call, and return how often its tag was used. tag: or what it is."""
+        self.total += 1
+        self.last.append(tag)
+        number = self.counts[tag] = self.counts.get(tag, 0) + 1
+        return number
 
     @property
     def global_rank(self) -> int:
@@ -75,7 +96,7 @@ class Activity:
 
 @dataclasses.dataclass(frozen=True)
 class Wait:
-    """A wait in a form that other ranks can read."""
+    """A wait of the host in a form that other ranks can read."""
 
     rank: int  # global, of the rank that waits
     # Global ranks: the wait ends when all of them have begun the same. At most MAX_ASKED; of a
@@ -91,15 +112,10 @@ class Wait:
         """True if nothing was sent, so that all ranks can go on after an error."""
         return self.tag == RENDEZVOUS
 
-    @property
-    def node(self) -> object:
-        """The node of the wait in the search for cycles: all ranks of a rendezvous are one node."""
-        return (self.name, self.number) if self.can_be_refused else self.rank
-
 
 class Waiter:
-    """An object whose waits are watched by a thread, which calls its methods. A subclass without
-    connections polls its diagnosis instead."""
+    """An object that the board watches: its thread calls the methods. One without connections polls
+    its diagnosis instead."""
 
     activity: Activity
     group: Callable[[], dist.ProcessGroup | None]  # a weak reference

@@ -1,4 +1,4 @@
-"""What happens to units, told to one listener: a black box, or a plan."""
+"""What happens to units, told to one listener: the ring of this process, or a plan."""
 
 from __future__ import annotations
 
@@ -14,6 +14,15 @@ REDUCED = 6  # all reductions of a backward have ended; the unit is the root
 FORWARD = 7  # the outermost forward begins
 RAISED = 8  # an exception has left the unit's forward
 ENDED = 9  # the process ends, and has not been killed
+MAY_DIFFER = 10  # ranks may use different units
+
+# Those that are recorded
+NAMES = {
+    UNSHARDING: "all-gather",
+    WAITING: "use",
+    REDUCING: "reduction",
+    GATHERING_STATE: "gather of state",
+}
 
 Listener = Callable[..., None]  # (event: int, label: str, error: BaseException | None = None)
 
