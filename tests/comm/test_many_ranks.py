@@ -45,21 +45,19 @@ UNHEARD = "cannot be heard: stopped, killed, or busy elsewhere"
 MOST = "ranks 0, 1, 2, 3, 4, 5, 6, 7 and {more} more"
 
 
-@pytest.mark.parametrize("ranks", [1024, pytest.param(16384, marks=pytest.mark.slow)])
+STANDSTILLS = [  # what the last but one begins, how many are silent, seconds until it is told
+    ("the head", 0, (6, 12), f"rank {{odd}} began the head where {MOST} began the norm"),
+    ("", 0, (30, 35), f"rank {{odd}} has not begun the norm, which {MOST} wait for, since "),
+    ("the norm", 1, (30, 35), f"rank 0 {UNHEARD}; ranks 1, 2, 3, 4, 5"),
+    ("the norm", 128, (30, 35), f"4, 5, 6, 7 and 120 more {UNHEARD}; "),
+    ("the norm", 0, (50, 60), ""),  # all compute
+]
+
+
 @pytest.mark.parametrize(
-    ("other", "silent", "seconds", "text"),
-    [
-        (
-            "the head",
-            0,
-            (6, 12),
-            f"rank {{odd}} began the head where {MOST} began the norm",
-        ),
-        ("", 0, (30, 35), f"rank {{odd}} has not begun the norm, which {MOST} wait for, since "),
-        ("the norm", 1, (30, 35), f"rank 0 {UNHEARD}; ranks 1, 2, 3, 4, 5"),
-        ("the norm", 128, (30, 35), f"4, 5, 6, 7 and 120 more {UNHEARD}; "),
-        ("the norm", 0, (50, 60), ""),  # all compute
-    ],
+    ("ranks", "other", "silent", "seconds", "text"),
+    [(1024, *each) for each in STANDSTILLS]
+    + [pytest.param(16384, *each, marks=pytest.mark.slow) for each in STANDSTILLS[:2]],
 )
 def test_verdict_reaches_all_ranks_by_w_log_w_requests(
     ranks: int, other: str, silent: int, seconds: tuple[int, int], text: str
