@@ -112,8 +112,11 @@ class BackendTransport(Transport, Waiter):
         group.abort()
 
     def close(self, report: Report | None) -> None:
+        group = self.group()
         if report is not None and not self._failure:
             self._failure = f"another communication of this process failed: {report}"
+            if group is not None:
+                group.abort()  # or what was begun would hold the device, and the exit
 
     @contextlib.contextmanager
     def _explained(self, what: str) -> Iterator[None]:

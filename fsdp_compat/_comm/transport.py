@@ -108,7 +108,7 @@ class Transport(abc.ABC):
     ordinary memory, and nothing is mapped.
 
     Collective: the axis, for every method except ``allocate``, ``settle``, ``new_tag``,
-    ``addresses``, ``unfinished_gather`` and ``require_working``.
+    ``addresses``, ``unfinished_gather``, ``before_step`` and ``require_working``.
 
     ``what`` names what is waited for, for errors. A wait that fails raises StateError, and so does
     every later use: all communication of this process has failed then. Only ``settle`` returns at

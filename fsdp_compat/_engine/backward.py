@@ -1,6 +1,6 @@
 """The backward passes of one runtime: pre-backward, gradients, post-backward, and the end.
 
-One event ends a unit's backward, *post-backward*: start the reduction, reshard the parameters. It
+One event ends a unit's backward, *post-backward*: reshard the parameters, start the reduction. It
 needs no hooks on inputs and no counts of outstanding calls. Every forward call has two ticks, its
 begin and its end. At the first pre-backward of a call c, post-backward runs for every unit whose
 calls all began after c ended, and at the end of backward for the rest: autograd runs ready nodes
@@ -61,7 +61,7 @@ class Backward:
         self.entered: list[Unit] = []  # between pre-backward and post-backward
         self.reduced: set[Gradients] = set()
         self.order = ReduceOrder.AS_COMPLETE
-        # FIXED, where ranks may use different units: those that some rank has used; and, if
+        # Not AS_COMPLETE, where ranks may use different units: those that some rank has used; if
         # backward reaches units in one order on all ranks, the units that are not reduced yet.
         self.used: dict[Gradients, bool] = {}
         self.to_reduce: list[Unit] = []

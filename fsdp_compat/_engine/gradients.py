@@ -58,7 +58,7 @@ class Gradients:
         """large: unsharded parameters with a hook each (see ``take_large``). behavior: of the unit,
         if the user may change it; sharded parameters are DTensors then."""
         self.what = "gradients"  # for errors
-        # Called before a buffer takes memory; the runtime sets it.
+        # Called before a buffer takes memory; BackwardRunner sets it.
         self.limit_in_flight: Callable[[], None] = lambda: None
         grad_dtype = precision.grad if precision.grad not in (None, store.dtype) else None
         whole = memories[0].unsharded_params
@@ -127,7 +127,8 @@ class Gradients:
     # -- in every backward
 
     def take_large(self, index: int, param: nn.Parameter) -> None:
-        """Move the gradient of a large parameter to the buffer."""
+        """Move the gradient of a parameter with a hook to the buffer: a large one, or any in a
+        backward that creates a graph."""
         grad, param.grad = param.grad, None
         if grad is not None:  # a hook may fire without a gradient
             self._put([index], [grad])
@@ -330,7 +331,7 @@ def _advance(groups: Iterable[Gradients], *stages: Stage) -> list[Gradients]:
     unfinished = []
     for gradients in groups:
         reduction = gradients.reduction
-        if reduction is not None:  # None: a later gradient has finished it
+        if reduction is not None:  # None: another gradient, or reduction, has finished it
             if reduction.next in stages:
                 reduction.advance()
             if reduction.next is not None:

@@ -190,7 +190,7 @@ class Group:
                 )
 
 
-def start_unshard(groups: Sequence[Group]) -> None:
+def start_groups(groups: Sequence[Group]) -> None:
     """Start to unshard a unit's groups, with one all-gather per axis where possible. Collective:
     the unit."""
     together: dict[Transport, list[tuple[AllGather, GroupMemory]]] = {}

@@ -51,8 +51,8 @@ class Views(typing.NamedTuple):
 
 class ReduceBuffer:
     """A flat buffer [ranks * S] in the dtype of the reduction, with memory only from the first
-    received gradient to the end of the reduction. The memory is new each time where peers read it
-    later, and with one rank, where it becomes the gradients."""
+    received gradient to the end of the reduce-scatter. The memory is new each time where peers read
+    it later, and with one rank, where it becomes the gradients."""
 
     def __init__(
         self,

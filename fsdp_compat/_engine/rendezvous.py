@@ -53,7 +53,7 @@ def _communicators(groups: Iterable[Group], copies: bool) -> dict[Transport, Gro
 
 
 def register(groups: Iterable[Group]) -> None:
-    """Let this process answer ranks that wait."""
+    """Let other ranks see what this process does when it stands still."""
     if checks_calls():
         idle_limit_s()  # reports an invalid value now, on every rank
         progress.follow()

@@ -251,10 +251,10 @@ class Runtime:
             if unit.modules_to_run:  # its other modules were not called
                 unit.modules_to_run.clear()
                 self._gathering.after_forward(unit, True)
-        self._gathering.end_forward()
+        self._gathering.gather_rest()
         for unit in self._units_with_parts:
             unit.view.reveal_parts()
-        self._gathering.end_gathers(has_raised, in_graph)
+        self._gathering.end_forward(has_raised, in_graph)
 
     # -- backward
 

@@ -254,7 +254,7 @@ class Gathering:
             elif in_graph:
                 unit.view.show_sharded()
             else:
-                unit.stay_unsharded()
+                unit.keep_unsharded()
         elif keeps and behavior.partial_ranks:
             unit.reshard_to_partial()
         elif keeps and (unit is self._first_in_backward or (is_flat and unit.is_root)):
@@ -280,11 +280,11 @@ class Gathering:
             if not unit.view.summoned
         )
 
-    def end_forward(self) -> None:
-        """Collective: the model."""
+    def gather_rest(self) -> None:
+        """Gather what only other ranks use in a forward. Collective: the model."""
         self.rounds.gather_rest(self.forward_order)
 
-    def end_gathers(self, has_raised: bool, in_graph: bool) -> None:
+    def end_forward(self, has_raised: bool, in_graph: bool) -> None:
         """End the outermost forward, see ``end_gathers``. Collective: the model."""
         end_gathers(self._units, self.communicators, in_graph)
         if not self.rounds.is_in_method:

@@ -19,7 +19,7 @@ from ..errors import StateError
 from .behavior import Behavior
 from .buffers import CastBuffers
 from .dtypes import ComputeDtype
-from .group import Group, start_unshard
+from .group import Group, start_groups
 from .module_view import ModuleView, TensorAttributes
 from .nested import map_tensors
 from .store import ModuleSlot
@@ -303,7 +303,7 @@ class Unit:
             if _torch_private.counts_collectives():
                 self._count_gathers()
             with _torch_private.profiled("all_gather", self.label):
-                start_unshard(self.groups)
+                start_groups(self.groups)
 
     def _count_gathers(self) -> None:
         """Count one all-gather for all groups over the same ranks, even if nothing is sent."""
@@ -346,7 +346,7 @@ class Unit:
         """True if unsharded parameters view the shards of all ranks, and change with them."""
         return any(group.memory.views_mapping for group in self.groups)
 
-    def stay_unsharded(self) -> None:
+    def keep_unsharded(self) -> None:
         """After a forward inside no_grad: stay unsharded for further ones, as long as nothing is
         written to the sharded parameters, which are shown. Not where that cannot be seen, nor where
         nothing is gathered."""

@@ -72,6 +72,8 @@ class Board:
         store.introduce(rank, Process.own())
 
     def look(self, waiters: Sequence[Waiter]) -> None:
+        """Post what this process does if it stands still, and find out what keeps it. waiters: all
+        of the process."""
         now = time.monotonic()
         alive = {thread.ident for thread in threading.enumerate()}
         is_one = len({waiter.activity.thread for waiter in waiters} & alive) <= 1

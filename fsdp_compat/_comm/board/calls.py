@@ -6,7 +6,8 @@ Each keeps an ``Activity``:
     activity.begin(tag)                this rank has begun another call with this tag
     activity.waiting = (id, i, what)   the host waits now; None when the wait is over
 
-and board.py has two answers:
+Where a backend waits on a device, the host waits for nothing that is seen here: ``waiting`` stays
+None, and only what was begun counts. board.py has two answers:
 
     activity.diagnosis = report, waiter.end_wait()     this wait can never end
     waiter.close(report)                               all communication of this process has failed
@@ -100,7 +101,7 @@ class Wait:
 
     rank: int  # global, of the rank that waits
     # Global ranks: the wait ends when all of them have begun the same. At most MAX_ASKED; of a
-    # rendezvous those that were missing when this rank last asked, none if it has not asked.
+    # rendezvous those that were missing when one of its ranks last asked.
     peers: tuple[int, ...]
     name: str  # of the activity
     tag: int

@@ -3,7 +3,7 @@ whether the process waits.
 
 It waits while the followed thread's innermost Python frame is a collective of torch.distributed, or
 a lock while all other threads wait too. Everything else counts as work, even a sleep or a C
-function of the user. Nothing is measured until another rank asks."""
+function of the user. It is measured while the process stands still (board.py)."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Progress:
 
     def __init__(self) -> None:
         # Held, so that no other call gets a frame of the same identity. It also holds the frame's
-        # variables, so this object must not outlive the questions of other ranks.
+        # variables, so this object must not outlive the standstill.
         self._frame: types.FrameType | None = None
         self._instruction, self._since = 0, 0.0
 
