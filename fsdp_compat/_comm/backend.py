@@ -37,8 +37,8 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 _LOST = (
-    "  A step of an optimizer, which waited on the device, has then used gradients that are not "
-    "whole: do not save this rank's shards."
+    "  An optimizer step that was waiting on the device has then used incomplete gradients: do not "
+    "save this rank's shards."
 )
 _NOT_PROCESSES = ("fake", "threaded")  # backends of torch without ranks in processes
 

@@ -47,7 +47,7 @@ MOST = "ranks 0, 1, 2, 3, 4, 5, 6, 7 and {more} more"
 
 STANDSTILLS = [  # what the last but one begins, how many are silent, seconds until it is told
     ("the head", 0, (6, 12), f"rank {{odd}} began the head where {MOST} began the norm"),
-    ("", 0, (30, 35), f"rank {{odd}} has not begun the norm, which {MOST} wait for, since "),
+    ("", 0, (30, 35), f"rank {{odd}} has not begun the norm, which {MOST} wait for ("),
     ("the norm", 1, (30, 35), f"rank 0 {UNHEARD}; ranks 1, 2, 3, 4, 5"),
     ("the norm", 128, (30, 35), f"4, 5, 6, 7 and 120 more {UNHEARD}; "),
     ("the norm", 0, (50, 60), ""),  # all compute

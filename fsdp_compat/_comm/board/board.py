@@ -271,7 +271,7 @@ def _longest_wait(posts: dict[int, Post | None], now: float) -> Verdict | None:
     for post in sorted(filter(None, posts.values()), key=lambda each: each.since):
         wait = post.wait
         if wait and any((peer := posts.get(n)) is None or peer.lacks(wait) for n in wait.peers):
-            lines = [f"{wait.text}, since {now - post.since:.0f} s."]
+            lines = [f"{wait.text} ({now - post.since:.0f} s so far)."]
             lines += [f"  rank {rank}: {each.doing}" for rank, each in posts.items() if each]
             return Verdict("\n".join(lines), post.since, False)
     return None
@@ -288,9 +288,9 @@ def circle(store: StatusStore, own: Post) -> Report | None:
         assert wait is not None
         lacking[wait.rank] = []
         for rank in wait.peers:
-            is_new = rank not in posts
-            post = posts.setdefault(rank, None) if not is_new else store.post_of(rank)
-            posts[rank] = post
+            if is_new := rank not in posts:
+                posts[rank] = store.post_of(rank)
+            post = posts[rank]
             if post is not None and post.wait is not None and post.lacks(wait):
                 lacking[wait.rank].append(rank)
                 left += [post] * is_new

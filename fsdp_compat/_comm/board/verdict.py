@@ -139,7 +139,7 @@ def judge(states: Sequence[State], in_order: bool, now: float) -> Verdict | None
         return None
     since = min(each.since for each in waiting)
     waited_s = max(now - since, 0.0)
-    text = [f"{'; '.join(lines)}, since {waited_s:.{int(waited_s < 10)}f} s."]
+    text = [f"{'; '.join(lines)} ({waited_s:.{int(waited_s < 10)}f} s so far)."]
     for each in (*told, *silent):
         of_first = f"rank {each.ranks[0]} " if each.count > 1 else ""
         text.append(f"  {each}: {of_first}{each.doing or UNHEARD}")
