@@ -4,6 +4,7 @@ the runs of shards that hold a part of a parameter."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -79,7 +80,7 @@ class ParamSpec:
     shape: tuple[int, ...]
     start: int  # of its row-major elements in the flat tensor
 
-    @property
+    @functools.cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
 
@@ -130,13 +131,16 @@ class FlatLayout:
     def part(self, index: int, rank: int) -> Interval:
         """Return the elements of parameter ``index`` that ``rank`` holds, from its first on."""
         param = self.params[index]
-        found = param.in_full.clipped(self.interval(rank))
-        return found.shifted(-param.start) if found else Interval(0, 0)
+        first = rank * self.shard_numel - param.start  # of the shard, counted in the parameter
+        start, stop = max(first, 0), min(first + self.shard_numel, param.numel)
+        return Interval(start, stop) if start < stop else Interval(0, 0)
 
     def part_in_shard(self, index: int, rank: int) -> Interval:
         """Return the position of ``rank``'s part of parameter ``index`` in its shard ``[S]``."""
-        in_flat = self.params[index].in_full.clipped(self.interval(rank))
-        return in_flat.shifted(-rank * self.shard_numel)
+        param, size = self.params[index], self.shard_numel
+        first = param.start - rank * size  # of the parameter, counted in the shard
+        start = min(max(first, 0), size)
+        return Interval(start, min(max(first + param.numel, start), size))
 
     def gaps(self) -> list[Interval]:
         """Return the intervals of padding, in order."""

@@ -335,11 +335,12 @@ def _cut_to(
             elif key not in runs:
                 state[key] = values.tensor_for(param, key, dtype_of(value))
                 runs[key] = _torch_private.local_part(state[key]).view(-1)
+    store = store_of(group)
+    parts = {index: store.part_in_sharded_param(index).slice for index in inside}
     for key, run in runs.items():
         for index, name in inside.items():
-            target = run[store_of(group).part_in_sharded_param(index).slice]
             value = entries[name][key] if (name, key) in cut else None
-            yield Fill(name, param, index, key, value, target)
+            yield Fill(name, param, index, key, value, run[parts[index]])
 
 
 def grouped(
