@@ -504,7 +504,7 @@ BREAKS = (
     ),
     Break(
         "writes to mapped parameters are kept",
-        "if self.mapping.has_writes():",
+        "if self.viewed_mapping.has_writes():",
         "if False:",
         f"{FRONTENDS}/parameters/test_writes.py -k lasts_until",
     ),
@@ -613,7 +613,7 @@ BREAKS = (
     ),
     Break(
         "gradients not held until they are copied",
-        "        self._side.hold(originals)\n",
+        "        self._side.hold(grads)\n",
         "        pass\n",
         "tests/gpu/test_order.py -k test_training",
     ),

@@ -131,7 +131,7 @@ class Group:
         source: Source = self._all_gather
         if memory.aliased:
             source = IN_PLACE
-        elif memory.views_mapping:
+        elif memory.viewed_mapping is not None:
             source = VIEW_OF_SHARDS
         elif self.partial is not None and self.partial.has_rows:
             source = self.partial

@@ -63,15 +63,27 @@ def _split_of(copy: _Copy) -> _Split | None:
 class MappedCopy:
     """How parameters are copied out of every rank's mapped shard."""
 
+    mapping: ShardMapping
     copy: _Copy
     passes: Collection[object]  # that all ranks are in now: only then shards may be read
     num_holders: int  # of the parameters' memory, through ``copy``
 
 
 class GroupMemory:
-    """The all-gather output of one group in one dtype, and the parameters that view it or are
-    copied out of it. With one rank and no cast the parameters view the shard (``aliased``), and
-    nothing is allocated, copied or freed."""
+    """The all-gather output of one group in one dtype, and its unsharded parameters:
+
+        parameters         where                                            decided
+        -----------------  -----------------------------------------------  -------------------
+        view the shard     ``aliased``: one rank and no cast, so nothing    at once
+                           is allocated, copied or freed
+        view the output    otherwise, if the store says that they can       at once
+        are copied out of  otherwise (``copied_from_output``), after each   at once
+        the output         all-gather
+        view all shards    ``viewed_mapping``: there are no all-gathers     by ``use_mapping``
+        are copied out of  ``mapped_copy``, in passes that all ranks are    by ``use_copies_of``
+        all shards         in; otherwise they are all-gathered as above
+
+    The last two are called by MappedShards, before the first pass and when shards have moved."""
 
     def __init__(
         self,
@@ -92,17 +104,16 @@ class GroupMemory:
         self.unsharded_params = store.make_unsharded_params(self.all_gather_output)
         self._buffer = Storage(self.all_gather_output)
         self._own_storages: list[Storage] = []  # of parameters that do not view the output
-        self._copy: _Copy | _Split | None = None  # fills parameters that do not view the output
+        self._output_copy: _Copy | _Split | None = None  # fills parameters that do not view it
         self._unpack = store.unpack if store.has_extension else None
         if not store.params_view_output:
             tensors = store.private_memory(self.unsharded_params)
             by_key = {_torch_private.storage_key(tensor): Storage(tensor) for tensor in tensors}
             self._own_storages = list(by_key.values())
             copy = store.copies(self.all_gather_output, self.unsharded_params)
-            self._copy = (_split_of(copy) if has_streams(device) else None) or copy
-        # The parameters view it instead of an all-gather output, or are copied out of it.
-        self.mapping: ShardMapping | None = None
-        self._num_writes = 0  # to mapped parameters
+            self._output_copy = (_split_of(copy) if has_streams(device) else None) or copy
+        self.viewed_mapping: ShardMapping | None = None
+        self._num_writes = 0  # to parameters that view it
         self.mapped_copy: MappedCopy | None = None
         self.keeps_storage = False  # `free` leaves the memory of the parameters
         self.free()
@@ -113,34 +124,34 @@ class GroupMemory:
         self.segments = Segments(self.all_gather_output, ranks)  # [S] each
 
     @property
-    def has_copies(self) -> bool:
-        return self._copy is not None
+    def copied_from_output(self) -> bool:
+        """True if an all-gather ends with a copy, as the parameters do not view its output."""
+        return self._output_copy is not None
 
     @property
-    def views_mapping(self) -> bool:
-        """True if the parameters are mapped, and nothing is all-gathered."""
-        return self.mapping is not None and self.mapped_copy is None
+    def mapping(self) -> ShardMapping | None:
+        """The shards of all ranks, if parameters view them or are copied out of them."""
+        return self.viewed_mapping if self.mapped_copy is None else self.mapped_copy.mapping
 
     def use_copies_of(
         self, store: ParamStore, mapping: ShardMapping, passes: Collection[object]
     ) -> None:
         """From now on copy the parameters out of the mapped shards. passes: see MappedCopy."""
-        self.mapping = mapping
         empty = [storage for storage in self._param_storages if not storage.untyped.nbytes()]
         self.allocate_params()  # an empty storage cannot be viewed
         before = self.num_holders
         copy = [self.all_gather_output.data], [mapping.full]
-        if self._copy is not None:
+        if self._output_copy is not None:
             copy = store.copies(mapping.full, self.unsharded_params)
-        self.mapped_copy = MappedCopy(copy, passes, self.num_holders - before)
+        self.mapped_copy = MappedCopy(mapping, copy, passes, self.num_holders - before)
         for storage in empty:
             storage.free()
 
     def use_mapping(self, store: ParamStore, mapping: ShardMapping) -> None:
         """From now on view the mapped shards, without all-gathers. Only while sharded, at first."""
-        if mapping is self.mapping:
+        if mapping is self.viewed_mapping:
             return
-        self.mapping = mapping
+        self.viewed_mapping = mapping
         output, self.all_gather_output = self.all_gather_output, mapping.full
         params = store.make_unsharded_params(self.all_gather_output)
         for view, param in zip(self._views, params, strict=True):
@@ -151,15 +162,16 @@ class GroupMemory:
 
     def keep_values(self) -> None:
         """For create_graph: keep the parameters' values until ``free``, even if mapped."""
-        if self.mapping is not None and self.views_mapping:
-            self.mapping.keep()
+        if self.viewed_mapping is not None:
+            self.viewed_mapping.keep()
             self._num_writes = -1
 
     def forget_writes(self) -> None:
-        """Drop what this process has written to mapped parameters since their last use."""
-        assert self.mapping is not None
-        if self.mapping.has_writes():
-            self.mapping.forget_writes()
+        """Drop what this process has written, since the last use, to parameters that view all
+        shards."""
+        assert self.viewed_mapping is not None
+        if self.viewed_mapping.has_writes():
+            self.viewed_mapping.forget_writes()
         self._num_writes = self._count_writes()
 
     def _count_writes(self) -> int:
@@ -167,7 +179,7 @@ class GroupMemory:
 
     def moved_params(self) -> list[int]:
         """Return the indices of parameters that should view the output, but were moved."""
-        if self._copy is not None:
+        if self._output_copy is not None:
             return []
         start = 0 if self.aliased else self.all_gather_output.data_ptr()
         return [
@@ -178,7 +190,7 @@ class GroupMemory:
 
     def restore_views(self, store: ParamStore, indices: Sequence[int]) -> None:
         """Make moved parameters view the buffer again; their values are lost."""
-        was_free = not self.views_mapping and not self._buffer.untyped.nbytes()
+        was_free = self.viewed_mapping is None and not self._buffer.untyped.nbytes()
         self._buffer.allocate()  # an empty storage cannot be viewed
         params = store.make_unsharded_params(self.all_gather_output)
         for index in indices:
@@ -192,8 +204,8 @@ class GroupMemory:
 
     def fill_unsharded_params(self) -> None:
         """After an all-gather: copy its output into parameters that do not view it."""
-        if self._copy is not None:
-            self.copy_out(self._copy)
+        if self._output_copy is not None:
+            self.copy_out(self._output_copy)
             if self._unpack is not None:
                 self._unpack(self.unsharded_params)
             self._buffer.free()
@@ -232,11 +244,11 @@ class GroupMemory:
     def free(self) -> None:
         if self.aliased:
             return
-        if self.mapping is not None and self.views_mapping:
+        if self.viewed_mapping is not None:
             if self._count_writes() != self._num_writes:
-                self.mapping.forget_writes()  # frees the copied pages
+                self.viewed_mapping.forget_writes()  # frees the copied pages
             return
-        if self._copy is not None or not self.keeps_storage:
+        if self._output_copy is not None or not self.keeps_storage:
             self._buffer.free()
         if not self.keeps_storage:
             for storage in self._own_storages:

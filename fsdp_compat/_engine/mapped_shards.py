@@ -177,6 +177,6 @@ def _views(group: Group) -> bool:
     not contiguous there, or may be kept by the user while shards change."""
     return (
         group.behavior is None
-        and not group.memories[0].has_copies
+        and not group.memories[0].copied_from_output
         and group.gather_dtype == group.store.dtype
     )

@@ -216,7 +216,7 @@ class Gathering:
         following = order.advance(unit)
         # Before prefetching, so that the next unit can reuse the memory of this one's output. In
         # forward, where less memory is held, the prefetch need not wait for the copy.
-        if unit.copies_out and (backward or self.streams is None):
+        if unit.is_copied_from_output and (backward or self.streams is None):
             unit.finish_unshard()
         if not rounds.is_fixed_order:
             self._prefetch(unit, following, backward)

@@ -10,7 +10,7 @@ source (``Group.choose_source``), which begins, and then ends or is dropped:
     CopyOfShards     all ranks' shards may be read         -                    copies from these
     AllGather        otherwise                             sends the shard      copies, if need be
 
-Parameters are copied where they do not view the all-gather output (``GroupMemory.has_copies``)."""
+Parameters are copied where they do not view the output (``GroupMemory.copied_from_output``)."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Source:
 
 
 class ViewOfShards(Source):
-    """Parameters view the mapped shards of all ranks (``GroupMemory.views_mapping``)."""
+    """Parameters view the mapped shards of all ranks (``GroupMemory.viewed_mapping``)."""
 
     def begin(self, memory: GroupMemory) -> None:
         memory.forget_writes()
@@ -102,8 +102,7 @@ class AllGather(Source):
 
     def end(self, memory: GroupMemory, what: str) -> None:
         self._wait(what)
-        if memory.has_copies:
-            memory.fill_unsharded_params()
+        memory.fill_unsharded_params()
 
     def drop(self, what: str) -> None:
         if self._in_flight is None:

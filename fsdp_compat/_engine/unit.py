@@ -245,9 +245,9 @@ class Unit:
         return all(group.store.is_guarded for group in self.groups)
 
     @property
-    def copies_out(self) -> bool:
+    def is_copied_from_output(self) -> bool:
         """True if unsharded parameters are copied out of the all-gather output."""
-        return any(group.memory.has_copies for group in self.groups)
+        return any(group.memory.copied_from_output for group in self.groups)
 
     @property
     def is_root(self) -> bool:
@@ -344,7 +344,7 @@ class Unit:
     @property
     def is_mapped(self) -> bool:
         """True if unsharded parameters view the shards of all ranks, and change with them."""
-        return any(group.memory.views_mapping for group in self.groups)
+        return any(group.memory.viewed_mapping is not None for group in self.groups)
 
     def keep_unsharded(self) -> None:
         """After a forward inside no_grad: stay unsharded for further ones, as long as nothing is
