@@ -17,12 +17,16 @@ _CHUNK_NUMEL = 1 << 17  # summed at a time, per thread: stays in the cache until
 
 
 class GlooTransport(OverConnections):
-    """Exchanges messages with tags. Sent tensors must not change until ``settle``."""
+    """Exchanges messages with tags. Sent tensors must not change until ``settle``.
+
+    A subclass has ``_start``, which sends and begins to receive, and ``_read``, which returns a
+    peer's part once all parts have arrived (``_await``). It may add to ``_was_read``, which ends
+    the exchange."""
 
     reads_later = True
     all_reduce_steps = 1
 
-    # -- a message: ``_start``; then ``_fill``, or ``_parts`` and ``_finish``
+    # -- a message: ``_start``; then ``_fill``, or ``_parts`` and ``_was_read``
 
     @abc.abstractmethod
     def _start(
@@ -37,22 +41,27 @@ class GlooTransport(OverConnections):
 
     def _parts(self, handle: Handle, own: Tensor, what: str) -> list[Tensor]:
         """Wait, and return the parts by rank. own: this rank's."""
-        self._end(handle, what)
+        self._await(handle, what)
         ranks, rank = range(self.ranks), self.rank
         return [own if r == rank else self._read(handle, r, own, what) for r in ranks]
 
     def _fill(self, handle: Handle, what: str) -> None:
         """Wait until ``handle.received`` is filled."""
-        self._end(handle, what)
-        self._finish(handle, what)
+        self._await(handle, what)
+        for source, _ in self.connections.peers:
+            into = handle.received[source]
+            part = self._read(handle, source, into, what)
+            if part is not into:
+                into.copy_(part.view(into.shape))
+        self._was_read(handle, what)
 
-    def _finish(self, handle: Handle, what: str) -> None:
-        """The parts were read."""
+    def _was_read(self, handle: Handle, what: str) -> None:
+        """The parts were read: the exchange has ended."""
         tag = handle.message[0]
         self.connections.names[tag] = what
         self.connections.unfinished.pop(tag, None)
 
-    def _begin(self, tag: int) -> int:
+    def _count(self, tag: int) -> int:
         """Count another message with this tag, and return the count."""
         connections = self.connections
         leftover = connections.unfinished.get(tag)
@@ -64,7 +73,8 @@ class GlooTransport(OverConnections):
             self.end_gather(leftover, what)
         return connections.begin(tag)
 
-    def _end(self, handle: Handle, what: str) -> None:
+    def _await(self, handle: Handle, what: str) -> None:
+        """Wait until the parts of all peers have arrived."""
         connections = self.connections
         if connections.gloo is None:
             connections.require_open()
@@ -133,7 +143,7 @@ class GlooTransport(OverConnections):
         if total is own or total.dtype != dtype:
             total = self.allocate(own.numel(), dtype)
         sum_in_rank_order(parts, total, divisor)
-        self._finish(handle, what)
+        self._was_read(handle, what)
         return total
 
     @fails_if_interrupted
@@ -148,7 +158,7 @@ class GlooTransport(OverConnections):
         slices, sent = self._slices(total), handle.held
         own = slices[self.rank]
         sum_in_rank_order(self._parts(handle, own, what), own, handle.divisor)
-        self._finish(handle, what)
+        self._was_read(handle, what)
         if sent is not total:
             self._slices(sent)[self.rank].copy_(own)
         # This message also tells the others that this rank has read its slice of every total, so
@@ -218,7 +228,7 @@ class MessageTransport(GlooTransport):
             outgoing = [own] * self.ranks
         if into is None:
             into = [own if r == self.rank else torch.empty_like(own) for r in range(self.ranks)]
-        number = self._begin(tag)
+        number = self._count(tag)
         works = connections.post(
             [(into[source], source) for source, _ in connections.peers],
             [(outgoing[target], target) for _, target in connections.peers],

@@ -247,7 +247,7 @@ def stand_still(
         assert store.num_read <= board.MAX_READ == 256
         if members[-1].failure and all(each.failure for each in members):
             break
-        pause_s = member.board._look_at - clock.now  # it does nothing before
+        pause_s = member.board._next_look - clock.now  # it does nothing before
         heapq.heapreplace(events, (clock.now + max(1, math.ceil(pause_s)), rank))
     return store, members
 

@@ -64,7 +64,7 @@ class Board:
         self._rank, self.store, self._ranks = rank, store, ranks
         self._seen: object = None  # what this process had begun, and waited for
         self._since, self._still_since = time.time(), time.monotonic()
-        self._look_at = self._lost_at = 0.0  # monotonic seconds
+        self._next_look = self._lost_at = 0.0  # monotonic seconds
         self._idle = progress.Progress()
         self._posted: Post | None = None
         self._warned_at, self._warn_s = self._since, 0.0
@@ -86,15 +86,15 @@ class Board:
         if seen != self._seen:
             self._seen, self._still_since = seen, now
             self._since = self._warned_at = time.time()
-            self._idle, self._look_at, self._silent = progress.Progress(), now + patience_s(), {}
+            self._idle, self._next_look, self._silent = progress.Progress(), now + patience_s(), {}
             self._lost_at, self._warn_s = now, warn_after_s()
             self.withdraw()
             return
         idle_s = 0.0 if waiting else self._idle.idle_s()
-        if now < self._look_at:
+        if now < self._next_look:
             return
         pause_s = min(max(LOOK_S, (now - self._still_since) / 4), 5.0)
-        self._look_at = now + pause_s * (4 if self._ranks > MAX_READ else 1)
+        self._next_look = now + pause_s * (4 if self._ranks > MAX_READ else 1)
         due = self._still_since + warn_after_s() + LOOK_S  # others may have begun to wait later
         waiter = waiting[0] if waiting else None
         current = None if waiter is None else waiter.activity.waiting
@@ -106,9 +106,9 @@ class Board:
             self.store.post(self._rank, post)
             self._posted = post
         self._tell_of_killed_neighbours()
-        for each in waiters:
-            if len(each.activity.members) > 1:
-                self._read(each, min(now + pause_s, due) if now < due else now + pause_s)
+        compares = [len(each.activity.members) > 1 and self._compare(each) for each in waiters]
+        if any(compares):  # the others wait for what this rank finds
+            self._next_look = min(now + pause_s, due) if now < due else now + pause_s
         if waiter is not None and wait is not None:
             self._end_if_it_never_ends(waiters, waiter, current, post)
         self._fail_if_others_have(waiters)
@@ -154,8 +154,9 @@ class Board:
         before = map(self.store.post_of, few[: few.index(self._rank)])
         return not any(post is not None and post.is_alive for post in before)
 
-    def _read(self, waiter: Waiter, again_at: float) -> None:
-        """Compare what the ranks of an axis have begun, if this rank does it for the others."""
+    def _compare(self, waiter: Waiter) -> bool:
+        """Compare what the ranks of an axis have begun, if this rank does it for the others: return
+        whether it does, for all or for its group."""
         activity, store = waiter.activity, self.store
         members, own = activity.members, activity.rank
         size = len(members) if len(members) <= MAX_READ else GROUP
@@ -163,13 +164,13 @@ class Board:
         group = members[part * size : (part + 1) * size]
         compares = self._speaks_for(members)
         if not compares and not self._speaks_for(group):
-            return
-        self._look_at, posts = again_at, store.posts_of(group)
+            return False
+        posts = store.posts_of(group)
         states = merged(_state(rank, post, activity.name) for rank, post in posts.items())
         if size < len(members):
             store.tell_states(activity.name, part, states)
             if not compares:
-                return
+                return True
             groups = [members[at : at + size] for at in range(0, len(members), size)]
             states = merged(store.states_of(activity.name, groups))
         silent = {rank for each in states if each.total < 0 for rank in each.ranks}
@@ -184,7 +185,7 @@ class Board:
         else:
             verdict = judge(states, not activity.has_tags, time.time())
         if verdict is None:
-            return
+            return True
         if verdict.never_ends and waiter.is_connected and not activity.has_tags:
             store.report_failure(activity.name, self._rank, Report({}, verdict.text))
         elif self._warn_s and time.time() - verdict.since >= self._warn_s:
@@ -192,6 +193,7 @@ class Board:
             if time.time() - told_at >= self._warn_s / 2:
                 self._warn_s *= 2
                 store.warn(verdict.text)
+        return True
 
     def _warn(self) -> None:
         """Log what a rank has found that compares, once."""
@@ -260,8 +262,7 @@ ADVICE = (
 def _state(rank: int, post: Post | None, name: str) -> State:
     if post is None or not (post.ended or post.is_alive):
         return State((rank,), 1)
-    is_killed = post.ended and not post.axes
-    _, total, last = post.axes.get(name, ({}, -1 if is_killed else 0, []))
+    _, total, last = post.axes.get(name, ({}, -1 if post.is_killed else 0, []))
     doing = post.doing + f", after the {post.use}" * bool(post.use)
     return State((rank,), 1, total, tuple(last), post.since, doing, post.ended)
 

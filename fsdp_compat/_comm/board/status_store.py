@@ -16,7 +16,9 @@ from .calls import Report, Wait
 from .processes import Process
 from .verdict import State
 
-RENEW_S = 8.0  # an unchanged post is renewed that often; less than half of processes.SILENCE_S
+# An unchanged post is renewed that often: less than half of the silence after which a checkpoint
+# takes a rank of another machine for lost.
+RENEW_S = 8.0
 FRESH_S = 30.0  # after it, states are no news: while ranks stand still, they are told every 5 s
 _axes_of = functools.lru_cache(ast.literal_eval)  # parsing takes long, and most ranks do the same
 
@@ -36,6 +38,11 @@ class Post:
     use: str = ""  # what it did last with a unit
     number: int = 0  # periods of RENEW_S in time.time(): it grows while its process is alive
     wait: Wait | None = None
+
+    @property
+    def is_killed(self) -> bool:
+        """True if another rank has posted this: what a rank posts last names its axes."""
+        return self.ended and not self.axes
 
     @property
     def is_alive(self) -> bool:
@@ -170,11 +177,16 @@ class StatusStore:
 
     def is_gone(self, rank: int) -> bool:
         """True if the process of a rank of this host is known to have ended."""
-        if rank not in self._processes and (value := self._get(f"process/{rank}")):
+        if rank not in self._processes:
+            value = self._get(f"process/{rank}")
+            if not value:
+                return False
             self._processes[rank] = Process(*value)
-        process = self._processes.get(rank)
-        own = Process.own() if process and process.has_ended() else None
-        return bool(process and own and own.machine == process.machine)
+        process = self._processes[rank]
+        if not process.has_ended():
+            return False
+        own = Process.own()  # another machine has other processes with the same ids
+        return own is not None and own.machine == process.machine
 
     def fate_of(self, rank: int) -> str:
         """Return why a rank has gone, as far as that is known."""

@@ -104,7 +104,7 @@ class SameHostTransport(GlooTransport):
         last = connections.activity.counts.get(tag, 0)
         if (tag, last) in connections.sent:  # this message takes its row
             self._await_taken(tag, last, what)
-        number = self._begin(tag)
+        number = self._count(tag)
         self._table.send(tag, number, (*location, block.numel(), _DTYPES.index(block.dtype)))
         targets = [self._peers[target] for _, target in connections.peers]
         acks: list[Work] = [peer.table.read(tag, number) for peer in targets]
@@ -117,13 +117,6 @@ class SameHostTransport(GlooTransport):
         sources = [self._peers[source] for source, _ in self.connections.peers]
         works: list[Work] = [peer.table.sent(tag, number) for peer in sources]
         return Handle(works, message=(tag, number, len(works)))
-
-    def _fill(self, handle: Handle, what: str) -> None:
-        self._end(handle, what)
-        for source in self._peers:
-            into = handle.received[source]
-            into.copy_(self._read(handle, source, into, what).view(into.shape))
-        self._finish(handle, what)
 
     def _read(self, handle: Handle, source: int, like: Tensor, what: str) -> Tensor:
         tag, held = handle.message[0], handle.held
@@ -146,7 +139,7 @@ class SameHostTransport(GlooTransport):
             action = f"rank {self.members[self.rank]} cannot read the memory of rank {rank}"
             self.connections.fail(what, cause=f"{action}: {refusal_of(error)}")
 
-    def _finish(self, handle: Handle, what: str) -> None:
+    def _was_read(self, handle: Handle, what: str) -> None:
         tag, number, _ = handle.message
         failed = [r for r, peer in self._peers.items() if peer.table.has_failed]
         if failed:
@@ -154,7 +147,7 @@ class SameHostTransport(GlooTransport):
             self.connections.fail(what, cause=error)
         self.connections.activity.counts[tag + ACK_TAG] = number
         self._table.acknowledge(tag, number)
-        super()._finish(handle, what)
+        super()._was_read(handle, what)
 
     # -- mapped shards
 
@@ -190,7 +183,7 @@ class SameHostTransport(GlooTransport):
 
     @fails_if_interrupted
     def end_barrier(self, handle: Handle, what: str, fails: bool = False) -> list[int]:
-        self._end(handle, what)
+        self._await(handle, what)
         sources = [source for source, _ in self.connections.peers]
         words = [self._peers[source].table.words(handle.message[0])[0] for source in sources]
         if fails and 1 in words:
