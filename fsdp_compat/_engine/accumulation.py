@@ -71,7 +71,7 @@ class ShardedGrads:
         params, is_dtensor = self._params, self.is_dtensor
         waiting, self._waiting = self._waiting, set()
         if _torch_private.have_gradient_hooks(params):
-            axes.settle(what)
+            axes.wait_until_writable(what)
             grads = list(map(_torch_private.after_gradient_hooks, params, grads))
         if self._absent:
             grads = [
@@ -95,7 +95,7 @@ class ShardedGrads:
                 sums.append(_torch_private.local_part(param.grad))
                 addends.append(_torch_private.local_part(grad))
         if sums:
-            axes.settle(what)
+            axes.wait_until_writable(what)
             _torch_private.add_together(sums, addends)
         if is_dtensor:
             self._run_hooks(taken, axes, what)
@@ -103,7 +103,7 @@ class ShardedGrads:
     def _run_hooks(self, params: Sequence[nn.Parameter], axes: ReduceAxes, what: str) -> None:
         """Run the user's post-accumulate hooks, which may read and write gradients."""
         if _torch_private.have_post_accumulate_hooks(params):
-            axes.settle(what)
+            axes.wait_until_writable(what)
             _torch_private.run_post_accumulate_hooks(params)
 
     def step_in_backward(self) -> None:

@@ -61,10 +61,10 @@ class Backward:
         self.entered: list[Unit] = []  # between pre-backward and post-backward
         self.reduced: set[Gradients] = set()
         self.order = ReduceOrder.AS_COMPLETE
-        # Not AS_COMPLETE, where ranks may use different units: those that some rank has used; if
-        # backward reaches units in one order on all ranks, the units that are not reduced yet.
-        self.used: dict[Gradients, bool] = {}
-        self.to_reduce: list[Unit] = []
+        # Not AS_COMPLETE, where ranks may use different units: whether some rank has used them; if
+        # backward reaches units in one order on all ranks, those that it has not passed yet.
+        self.is_used: dict[Gradients, bool] = {}
+        self.not_passed: list[Unit] = []
         self.keeps_gathered = False  # backward may reach units again
         # create_graph: the graph of the gradients may read parameters without reaching a hook.
         self.keeps_params = False
@@ -84,7 +84,7 @@ class BackwardRunner:
         self._side = side_stream(units[0].options.device, "reduce")
         self._max_in_flight = options.max_inflight_reductions
         self.reductions = InFlightReductions(self._side is not None)
-        self._every: list[Gradients] = []  # of all units, in order
+        self._all_gradients: list[Gradients] = []  # of all units, in order
         self.sync = True  # False inside no_sync
         self.reduces_on_finalize = False  # reductions start in ``begin_finalize``, not in backward
         self.steps = False  # optimizers that step in backward do so now
@@ -95,8 +95,8 @@ class BackwardRunner:
 
     def use_groups(self, groups: Iterable[Group]) -> None:
         """Use ``groups``, those of all units, from now on."""
-        self._every = [group.gradients for group in groups]
-        for gradients in self._every:
+        self._all_gradients = [group.gradients for group in groups]
+        for gradients in self._all_gradients:
             gradients.limit_in_flight = self.reductions.limit_in_flight
 
     @property
@@ -119,7 +119,7 @@ class BackwardRunner:
             current, self.is_open = Backward(), True
             if self._has_recorded:
                 self._has_recorded = False
-                for gradients in self._every:
+                for gradients in self._all_gradients:
                     gradients.clear()
             self._current = weakref.ref(current)
             hooks.on_end_of_backward(lambda: self._end(current))
@@ -164,19 +164,19 @@ class BackwardRunner:
         if out_of_order:
             backward.keeps_gathered = True
         else:
-            backward.used = dict(zip(self._every, used, strict=True))
-            backward.to_reduce = list(self._units)
+            backward.is_used = dict(zip(self._all_gradients, used, strict=True))
+            backward.not_passed = list(self._units)
 
     def _reduce_passed(self, unit: Unit) -> None:
         """After a unit was gathered in the fixed order: end the post-backward of units that
         backward has passed on all ranks. These are the units behind it, but not inside it.
         Collective: the model."""
         backward = self._current()
-        if backward is None or not backward.to_reduce:
+        if backward is None or not backward.not_passed:
             return
-        left, inside = backward.to_reduce, set(unit.attributes.modules)
-        while left[-1].module not in inside:
-            passed = left.pop()
+        inside = set(unit.attributes.modules)
+        while backward.not_passed[-1].module not in inside:
+            passed = backward.not_passed.pop()
             self._post_backward(passed, backward)
             if self._side is not None:
                 self._side.release()
@@ -273,7 +273,7 @@ class BackwardRunner:
 
     def _reduce(self, unit: Unit, backward: Backward) -> None:
         """Start to reduce the unit's gradients. Collective: the unit."""
-        received = []
+        reduced_now = []
         for group in unit.groups:
             gradients = group.gradients
             gradients.collect()
@@ -282,16 +282,16 @@ class BackwardRunner:
             if gradients.wants_reduction(self.sync and not self.reduces_on_finalize) and not (
                 self._allow_unused_units and gradients.policy.hook is not None
             ):
-                received.append(gradients)
-        if received:
-            backward.reduced.update(received)
-            self._start(unit, received)
+                reduced_now.append(gradients)
+        if reduced_now:
+            backward.reduced.update(reduced_now)
+            self._start(unit, reduced_now)
 
-    def _start(self, unit: Unit, received: list[Gradients]) -> None:
-        """Collective: the unit."""
+    def _start(self, unit: Unit, reduced_now: list[Gradients]) -> None:
+        """Start to reduce these gradients of a unit. Collective: the unit."""
         events.tell(events.REDUCING, unit.label)
         with _torch_private.profiled("reduce", unit.label):
-            self.reductions.start(received)
+            self.reductions.start(reduced_now)
 
     def _stream_of(self, unit: Unit, at_end: bool) -> contextlib.AbstractContextManager[None]:
         """Return the stream that takes a unit's gradients. At the end it is the computing stream,
@@ -317,7 +317,7 @@ class BackwardRunner:
                 if (
                     unit.calls
                     or unit.residency is not Residency.SHARDED
-                    or any(map(_received, unit.groups))
+                    or any(map(_received_indices, unit.groups))
                     or not others.isdisjoint(unit.groups)
                 ):
                     self._post_backward(unit, backward, at_end=True)
@@ -332,7 +332,7 @@ class BackwardRunner:
             self._join(side=True)
             # Where units are reduced, ``.grad`` of the others stays as it is.
             syncs = self.sync and any(unit.behavior.reduction.sync for unit in self._units)
-            for gradients in () if syncs or self.reduces_on_finalize else self._every:
+            for gradients in () if syncs or self.reduces_on_finalize else self._all_gradients:
                 if gradients.received:
                     gradients.record()
                     self._has_recorded = True
@@ -341,7 +341,9 @@ class BackwardRunner:
             self._communicators.settle("gradients and parameters that this rank has sent")
             self._gathering.mapped.end(Pass.BACKWARD)
         self._current, self.is_open = _no_backward, False
-        late = itertools.chain.from_iterable([each.sharded.late_params for each in self._every])
+        late = itertools.chain.from_iterable(
+            [gradients.sharded.late_params for gradients in self._all_gradients]
+        )
         if _torch_private.has_optimizers_in_backward() or (
             _torch_private.have_post_accumulate_hooks(late)
         ):
@@ -350,14 +352,16 @@ class BackwardRunner:
     def _reduce_rest(self, backward: Backward) -> None:
         """Reduce what post-backward has left, in one order on all ranks: zeros for groups that only
         other ranks used, or where the user asked for them. Collective: the model."""
-        every = self._every
-        if not backward.used:
-            used = [gradients in backward.reduced or gradients.have_come for gradients in every]
+        if not backward.is_used:
+            used = [
+                gradients in backward.reduced or gradients.have_come
+                for gradients in self._all_gradients
+            ]
             if self._allow_unused_units and self.sync:
                 used = self._communicators.any_rank(
                     used, "the list of the units that some rank has used"
                 )
-            backward.used = dict(zip(every, used, strict=True))
+            backward.is_used = dict(zip(self._all_gradients, used, strict=True))
         for unit in reversed(self._units):
             self._reduce_used(unit, backward, at_end=True)
 
@@ -367,22 +371,24 @@ class BackwardRunner:
         policy = unit.behavior.reduction
         reduces = self.sync and policy.sync and not self.reduces_on_finalize
         is_fixed = backward.order is ReduceOrder.FIXED
-        left = [group.gradients for group in unit.groups if group.gradients not in backward.reduced]
-        ready = [
+        unreduced = [
+            group.gradients for group in unit.groups if group.gradients not in backward.reduced
+        ]
+        reduced_now = [
             gradients
-            for gradients in left
+            for gradients in unreduced
             if reduces
             and (
-                ((is_fixed or self._allow_unused_units) and backward.used[gradients])
+                ((is_fixed or self._allow_unused_units) and backward.is_used[gradients])
                 or (policy.reduces_unused and gradients.is_trainable)
             )
         ]
         with self._stream_of(unit, at_end):
-            for gradients in left if is_fixed else ():
+            for gradients in unreduced if is_fixed else ():
                 gradients.collect()
-            if ready:
-                backward.reduced.update(ready)
-                self._start(unit, ready)
+            if reduced_now:
+                backward.reduced.update(reduced_now)
+                self._start(unit, reduced_now)
 
     def begin_finalize(self) -> None:
         """Reshard, and start to reduce what backwards have received. Collective: the model."""
@@ -390,11 +396,14 @@ class BackwardRunner:
         for unit in reversed(self._units):
             if unit.behavior.reshard_after_backward:
                 unit.reshard()  # the backwards may have run without resharding
-            every = [group.gradients for group in unit.groups]
-            received = [each for each in every if each.wants_reduction(self.sync)]
-            if received:
+            reduced_now = [
+                group.gradients
+                for group in unit.groups
+                if group.gradients.wants_reduction(self.sync)
+            ]
+            if reduced_now:
                 with self._on_side():
-                    self._start(unit, received)
+                    self._start(unit, reduced_now)
 
     def end_finalize(self) -> None:
         """Wait for these reductions. Collective: the model."""
@@ -409,7 +418,7 @@ class BackwardRunner:
         reads shards."""
         self.steps = True
         try:
-            for gradients in self._every:
+            for gradients in self._all_gradients:
                 if gradients in backward.reduced:
                     gradients.sharded.step_in_backward()
         finally:
@@ -445,7 +454,7 @@ class ThreadedBackwardRunner(BackwardRunner):
 
 
 _HERE = contextlib.nullcontext()  # on the current stream
-_received = operator.attrgetter("gradients.received")
+_received_indices = operator.attrgetter("gradients.received")
 _has_run_backward = operator.attrgetter("has_run_backward")
 
 

@@ -37,8 +37,8 @@ class ReduceAxes:
         """True if one buffer can be used for every reduction."""
         return self.shard.ranks > 1 and not self.shard.reads_later
 
-    def settle(self, what: str) -> None:
-        """Wait until the gradients of finished reductions may be overwritten."""
+    def wait_until_writable(self, what: str) -> None:
+        """Wait until nobody reads the gradients of finished reductions any more."""
         self.offload.wait_copies()
         self.replica.settle(what, only_reductions=True)  # peers may read them
 

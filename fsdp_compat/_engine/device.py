@@ -17,8 +17,8 @@ casts and copies of shards before their all-gathers, and all work on gradients.
                                                      host
     Transport.settle            the host             peers that read what this rank has sent: of one
                                                      axis, of a group's gradients
-                                                     (ReduceAxes.settle), or all of a runtime, with
-                                                     its copies (Communicators.settle)
+                                                     (ReduceAxes.wait_until_writable), or all of a
+                                                     runtime, with its copies (Communicators.settle)
     Transport.end_gather, ...   the host over gloo,  the collective
                                 otherwise the
                                 current stream"""

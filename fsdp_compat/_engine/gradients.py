@@ -152,16 +152,16 @@ class Gradients:
             self.limit_in_flight()
         if self.reduction is not None:  # it still uses the buffer
             self.finish_reduction()
-        buffer, originals = self._buffer, grads
+        buffer, values = self._buffer, grads
         if buffer is None or not buffer.indices.issuperset(indices):
             buffer = self._buffer_for(indices)
         if any(map(_is_sparse, grads)) or (
             torch.is_grad_enabled() and any(map(_requires_grad, grads))
         ):  # the latter with create_graph
-            grads = [grad.to_dense() if grad.is_sparse else grad.detach() for grad in grads]
-        buffer.put(indices, grads)
+            values = [grad.to_dense() if grad.is_sparse else grad.detach() for grad in grads]
+        buffer.put(indices, values)
         if self._side is not None:
-            self._side.hold(originals)
+            self._side.hold(grads)
 
     def _buffer_for(self, indices: Collection[int]) -> GradBuffer:
         """Return a buffer for trainable parameters, ``indices``, and received gradients, even of
@@ -230,8 +230,8 @@ class Gradients:
             assert self._buffer is not None
             form, shard = self._buffer.form, self._store.shard
             dtype = self._grad_dtype or form.dtype
-            zeros = form.grads(shard.new_full((form.numel,), -0.0, dtype=dtype))
-            zeros = [g if index in self.received else None for index, g in enumerate(zeros)]
+            all_zeros = form.grads(shard.new_full((form.numel,), -0.0, dtype=dtype))
+            zeros = [g if index in self.received else None for index, g in enumerate(all_zeros)]
         self.sharded.record(zeros)
 
     def clear(self) -> None:
@@ -280,20 +280,21 @@ class InFlightReductions:
         # during each later unit's backward.
         self._rest: list[Gradients] = []
 
-    def start(self, unit: list[Gradients]) -> None:
+    def start(self, of_unit: list[Gradients]) -> None:
         """Start the reductions of a unit. Collective: the unit."""
         self.limit_in_flight()
         if _torch_private.counts_collectives():
-            for gradients in {gradients.axes.shard: gradients for gradients in unit}.values():
+            one_per_axis = {gradients.axes.shard: gradients for gradients in of_unit}
+            for gradients in one_per_axis.values():
                 gradients.count_collectives()
         is_in_order = self.limit is not None
         if is_in_order:  # beside this unit's messages
             _advance(itertools.chain(self._rest, *self._units), Stage.HOST, Stage.MESSAGES)
-        for gradients in unit:
+        for gradients in of_unit:
             reduction = gradients.start_reduction()
             if reduction.next is Stage.HOST and is_in_order:  # as on the other ranks of the host
                 reduction.advance()
-        self._units.append(unit)
+        self._units.append(of_unit)
         if self._frees_at_once:
             self._free_buffers(0)
 

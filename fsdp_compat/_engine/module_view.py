@@ -127,13 +127,13 @@ class ModuleView:
             self._refuse_foreign(foreign)
         swap.put_in()
 
-    def hide_parts(self) -> None:
-        """Begin a forward of the model: hide the parts of parameters that modules hold."""
-        self._placeholders.begin_forward(not self.shows_unsharded and not self.summoned)
+    def begin_hiding_parts(self) -> None:
+        """Until ``end_hiding_parts``, refuse reads of sharded parameters that modules hold (with
+        use_orig_params=True): a forward of the model begins, or another call of users' modules."""
+        self._placeholders.begin_hiding(not self.shows_unsharded and not self.summoned)
 
-    def reveal_parts(self) -> None:
-        """End the forward."""
-        self._placeholders.end_forward()
+    def end_hiding_parts(self) -> None:
+        self._placeholders.end_hiding()
 
     # -- at other times
 

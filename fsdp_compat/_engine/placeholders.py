@@ -165,7 +165,7 @@ class Placeholders:
                 self.always.append(hook)
         self.cover_parts = bool(in_forward)  # modules hold parts while the unit is sharded
         self._always, self._in_forward = BulkDict(self.always), BulkDict(in_forward)
-        self._is_forward = self._hides_parts = False
+        self._is_hiding = self._has_hidden = False
 
     def arm(self) -> None:
         self._always.put_in()
@@ -176,22 +176,22 @@ class Placeholders:
         self.reveal_parts()
 
     def hide_parts(self) -> None:
-        """The modules hold parts: refuse reads while a forward of the model runs."""
-        if self._is_forward:
+        """The modules hold parts: refuse reads, if parts are hidden now."""
+        if self._is_hiding:
             self._in_forward.put_in()
-            self._hides_parts = True
+            self._has_hidden = True
 
     def reveal_parts(self) -> None:
-        if self._hides_parts:
+        if self._has_hidden:
             self._in_forward.take_out_own()
-            self._hides_parts = False
+            self._has_hidden = False
 
-    def begin_forward(self, hold_parts: bool) -> None:
-        """Begin a forward of the model. hold_parts: the modules hold parts now."""
-        self._is_forward = True
+    def begin_hiding(self, hold_parts: bool) -> None:
+        """Hide parts until ``end_hiding``. hold_parts: the modules hold parts now."""
+        self._is_hiding = True
         if hold_parts:
             self.hide_parts()
 
-    def end_forward(self) -> None:
+    def end_hiding(self) -> None:
         self.reveal_parts()
-        self._is_forward = False
+        self._is_hiding = False

@@ -204,7 +204,7 @@ class Runtime:
             rendezvous.agree(self.groups)
         self.has_run = True
         for unit in self._units_with_parts:
-            unit.view.hide_parts()
+            unit.view.begin_hiding_parts()
         self._gathering.begin_forward()
 
     def let_see(self, value: Any) -> Any:
@@ -253,7 +253,7 @@ class Runtime:
                 self._gathering.after_forward(unit, True)
         self._gathering.gather_rest()
         for unit in self._units_with_parts:
-            unit.view.reveal_parts()
+            unit.view.end_hiding_parts()
         self._gathering.end_forward(has_raised, in_graph)
 
     # -- backward
@@ -328,7 +328,7 @@ class Runtime:
         units = self.units if units is None else list(units)
         for unit in units:
             unit.reshard()
-            unit.view.reveal_parts()
+            unit.view.end_hiding_parts()
         require_own(units)
 
     @property

@@ -101,7 +101,7 @@ def load_state_dict(
     load = inner.load_state_dict if is_inners else functools.partial(usual, wrapper)
     changed = {**({} if strict else {"strict": False}), **({"assign": True} if assign else {})}
     for each in model_units_in(wrapper) if having else ():
-        each.unit.view.hide_parts()  # which a module around the unit may use
+        each.unit.view.begin_hiding_parts()  # which a module around the unit may use
     keys: _torch_private.IncompatibleKeys
     try:
         with _whole(own, wrapper, entries, "") if is_inners else contextlib.nullcontext():
@@ -114,7 +114,7 @@ def load_state_dict(
         raise not_loaded(text, own.unit.label, state_dict) from error
     finally:
         for each in model_units_in(wrapper):
-            each.unit.view.reveal_parts()
+            each.unit.view.end_hiding_parts()
             each.loading[-1].close()  # if an error has left it open
 
 

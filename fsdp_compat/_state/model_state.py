@@ -91,8 +91,8 @@ def _taken(
         with contextlib.ExitStack() as stack:
             stack.enter_context(rendezvous.nested("state_dict", _gathered_groups(wrapper, having)))
             for each in model_units_in(wrapper) if having and is_outer else ():
-                each.unit.view.hide_parts()  # which a module around the unit may read
-                stack.callback(each.unit.view.reveal_parts)
+                each.unit.view.begin_hiding_parts()  # which a module around the unit may read
+                stack.callback(each.unit.view.end_hiding_parts)
             wholes: list[torch.Tensor] | None = None
             stack.enter_context(exact_buffers_of(own.unit))
             if own.unit in having:
