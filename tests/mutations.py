@@ -528,8 +528,8 @@ BREAKS = (
     ),
     Break(
         "the death of a peer is not noticed",
-        "return bool(self._counters[_CLOSED]) or self._process.has_ended()",
-        "return bool(self._counters[_CLOSED])",
+        "return self._counters[_STATE] != _OPEN or self._process.has_ended()",
+        "return self._counters[_STATE] != _OPEN",
         "tests/comm/test_counters.py -k ends",
     ),
     Break(

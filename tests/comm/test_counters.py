@@ -11,7 +11,7 @@ import time
 import pytest
 
 from fsdp_compat._comm.board.processes import Process
-from fsdp_compat._comm.same_host import memory_files, shared_memory
+from fsdp_compat._comm.same_host import memory_files
 from fsdp_compat._comm.same_host.counters import PeerTable, Table
 from fsdp_compat._comm.same_host.peers import PeerArena
 
@@ -28,10 +28,9 @@ def test_a_wait_fails_at_once_when_the_peers_program_ends_or_closes(ending: sign
         signal.pause()
         os._exit(0)
     try:
-        token = shared_memory.arena.token
-        table, process = Table(token), Process.with_id(child)
+        table, process = Table(), Process.with_id(child)
         assert table.file is not None and process is not None
-        mapped = PeerArena(os.getpid(), token).open(table.file.fd, table.file.number)
+        mapped = PeerArena(os.getpid()).open(table.file.fd, table.file.number)
         peer = PeerTable(mapped, process)
         table.send(TAG, 1, (0,) * 6)
         threading.Timer(0.2, os.kill, (child, ending)).start()

@@ -79,7 +79,7 @@ def test_peer_memory_checks_a_location_before_reading() -> None:
     own = in_block(NUMEL)
     mine, place = shared_memory.arena, shared_memory.locate(own)
     assert place is not None
-    peer = PeerArena(os.getpid(), mine.token)
+    peer = PeerArena(os.getpid())
     assert torch.equal(peer.view(place, NUMEL, torch.float32), own)
     nbytes = mine.chunks[0].nbytes
     small = os.memfd_create("small", os.MFD_ALLOW_SEALING)

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 from ..board.processes import Process
 from ..transport import VALUES
-from .memory_files import PAGE_NBYTES, MappedFile, SealedFile
+from .memory_files import MappedFile, SealedFile
 
 NUM_WORDS = 6  # about a message
 
@@ -28,9 +28,9 @@ NUM_WORDS = 6  # about a message
 _ROW_NBYTES = 64
 _WORDS = struct.Struct(f"{NUM_WORDS}q")
 _SENT, _READ, _SAID = 0, 1, 8  # the first two in counters, the third in bytes
-_NBYTES = PAGE_NBYTES + (VALUES + 1) * _ROW_NBYTES  # of a table
-# counters in the first page: 1 when the owner has closed the table, and when it has failed
-_CLOSED, _FAILED = 16, 17
+_NBYTES = (VALUES + 2) * _ROW_NBYTES  # of a table
+_STATE = (VALUES + 1) * _ROW_NBYTES // 4  # a counter in the last row
+_OPEN, _CLOSED, _FAILED = range(3)
 
 _FUTEX, _WAIT, _WAKE, _ALL = 202, 0, 1, (1 << 31) - 1
 
@@ -46,11 +46,11 @@ _futex = functools.partial(_syscall, _FUTEX)
 class Table:
     """The counters of this rank along one axis."""
 
-    def __init__(self, token: bytes) -> None:
-        """token: of this process's memory. Raises OSError if the system refuses."""
+    def __init__(self) -> None:
+        """Raises OSError if the system refuses."""
         # None once the peers have opened it
-        self.file: SealedFile | None = SealedFile(_NBYTES, token)
-        self._memory = MappedFile(self.file.fd, self.file.number)
+        self.file: SealedFile | None = SealedFile(_NBYTES)
+        self._memory = MappedFile(self.file.fd)
         self._counters = self._memory.view.cast("I")
         self.location = self.file.fd, self.file.number  # as peers find it
 
@@ -70,9 +70,7 @@ class Table:
 
     def close(self, has_failed: bool) -> None:
         """End the waits of all peers. has_failed: also invalidate what they are reading now."""
-        if has_failed:
-            self._counters[_FAILED] = 1
-        self._counters[_CLOSED] = 1
+        self._counters[_STATE] = _FAILED if has_failed else _CLOSED
 
 
 class PeerTable:
@@ -100,12 +98,12 @@ class PeerTable:
     @property
     def has_failed(self) -> bool:
         """True if the peer's communication has failed: values read from it may be wrong."""
-        return bool(self._counters[_FAILED])
+        return self._counters[_STATE] == _FAILED
 
     @property
     def is_lost(self) -> bool:
         """True if the peer's counters will never change again."""
-        return bool(self._counters[_CLOSED]) or self._process.has_ended()
+        return self._counters[_STATE] != _OPEN or self._process.has_ended()
 
 
 class CounterWork:
@@ -140,4 +138,4 @@ class CounterWork:
 
 
 def _row(tag: int) -> int:
-    return PAGE_NBYTES + tag * _ROW_NBYTES
+    return tag * _ROW_NBYTES

@@ -6,17 +6,13 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
-import itertools
 import mmap
 import os
 import platform
-import struct
 import sys
 import weakref
 
 PAGE_NBYTES = mmap.PAGESIZE
-TOKEN_NBYTES = 16
-HEADER = struct.Struct(f"{TOKEN_NBYTES}sq")  # at the beginning of every file: token, number
 
 _FIXED, _NORESERVE = 0x10, 0x4000  # flags that the mmap module does not have
 _READ_WRITE, _NO_ACCESS = mmap.PROT_READ | mmap.PROT_WRITE, 0
@@ -25,7 +21,6 @@ _LIMITS = {
     errno.ENFILE: "open files of the system (sysctl fs.file-max)",
     errno.ENOMEM: "address space (ulimit -v) or mappings (sysctl vm.max_map_count)",
 }
-_numbers = itertools.count()
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _pages, _number = (ctypes.c_void_p, ctypes.c_size_t), ctypes.c_int
@@ -54,22 +49,21 @@ def refusal_of(error: OSError) -> str:
 class SealedFile:
     """A memfd that cannot shrink: pages that a reader has mapped stay valid."""
 
-    def __init__(self, nbytes: int, token: bytes) -> None:
-        """token: of this process's memory."""
+    def __init__(self, nbytes: int) -> None:
         self.fd = os.memfd_create("fsdp_compat", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        self.number = next(_numbers)
+        self.number = os.fstat(self.fd).st_ino
         weakref.finalize(self, os.close, self.fd).atexit = False
         os.ftruncate(self.fd, nbytes)
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
-        os.pwrite(self.fd, HEADER.pack(token, self.number), 0)
 
 
 class MappedFile:
     """A mapping of a file for as long as this object lives. Children do not inherit it."""
 
-    def __init__(self, fd: int, number: int, access: int = _READ_WRITE) -> None:
-        self.number, self.nbytes = number, os.fstat(fd).st_size
+    def __init__(self, fd: int, access: int = _READ_WRITE) -> None:
+        about = os.fstat(fd)
+        self.number, self.nbytes = about.st_ino, about.st_size
         self.address = _map(None, self.nbytes, mmap.MAP_SHARED, fd, 0, access)
         weakref.finalize(self, unmap_in, os.getpid(), self.address, self.nbytes).atexit = False
         advise(self.address, self.nbytes, mmap.MADV_DONTFORK)

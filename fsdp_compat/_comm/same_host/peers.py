@@ -28,7 +28,7 @@ from ..board.processes import Process
 from ..transport import ShardMapping
 from . import memory_files
 from .counters import PeerTable
-from .memory_files import HEADER, PAGE_NBYTES, MappedFile, unmap_in
+from .memory_files import PAGE_NBYTES, MappedFile, unmap_in
 from .shared_memory import Location
 
 MAX_MAPPED = 1 << 14  # shards mapped by this process; the system has a limit of 65,530 mappings
@@ -41,13 +41,12 @@ _num_mapped = 0
 
 
 class PeerArena:
-    """Another process's blocks. What it says is checked: the file belongs to its arena and is
-    sealed, so that it cannot shrink, and the location lies inside. Raises OSError otherwise, or if
-    the system refuses."""
+    """Another process's blocks. What it says is checked: the file is the one that it has named and
+    is sealed, so that it cannot shrink, and the location lies inside. Raises OSError otherwise, or
+    if the system refuses."""
 
-    def __init__(self, pid: int, token: bytes) -> None:
-        """token: of its memory."""
-        self._pid, self._token = pid, token
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
         self._chunks: dict[int, MappedFile] = {}  # by index: the latest file
 
     @contextlib.contextmanager
@@ -60,7 +59,7 @@ class PeerArena:
         try:
             if not fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
                 raise OSError(f"{name} is a file that may shrink")
-            if os.pread(file, HEADER.size, 0) != HEADER.pack(self._token, number):
+            if os.fstat(file).st_ino != number:
                 raise OSError(f"{name} is other memory")
             yield file
         finally:
@@ -69,7 +68,7 @@ class PeerArena:
     def open(self, fd: int, number: int) -> MappedFile:
         """Map a file of the process."""
         with self.descriptor(fd, number) as file:
-            return MappedFile(file, number, mmap.PROT_READ)
+            return MappedFile(file, mmap.PROT_READ)
 
     def map_chunk(self, location: Location) -> MappedFile:
         """Return the chunk of a location, mapped."""
@@ -83,7 +82,7 @@ class PeerArena:
         if not numel:
             return torch.empty(0, dtype=dtype, device="cpu")
         chunk, offset, nbytes = self.map_chunk(location), location.offset, numel * dtype.itemsize
-        if not PAGE_NBYTES <= offset <= chunk.nbytes - nbytes or offset % dtype.itemsize:
+        if not 0 <= offset <= chunk.nbytes - nbytes or offset % dtype.itemsize:
             raise OSError(f"{nbytes} bytes at {offset} do not lie in {chunk.nbytes} bytes")
         # a buffer of exactly this size: a storage over the whole chunk would count as gigabytes
         held: typing.Any = (ctypes.c_ubyte * nbytes).from_address(chunk.address + offset)
@@ -91,8 +90,8 @@ class PeerArena:
         return torch.frombuffer(held, dtype=dtype)
 
 
-# By this process and by the other one's token: all axes share them.
-_arenas = weakref.WeakValueDictionary[tuple[int, bytes], PeerArena]()
+# By this process's id and the other one: all axes share them.
+_arenas = weakref.WeakValueDictionary[tuple[int, Process], PeerArena]()
 
 
 class Peer(typing.NamedTuple):
@@ -102,10 +101,10 @@ class Peer(typing.NamedTuple):
     table: PeerTable
 
 
-def attach(process: Process, token: bytes, chunk: Location, table: tuple[int, int]) -> Peer:
-    """Return a peer. Raises OSError or ValueError if its memory cannot be read. token, chunk: of
-    its memory. table: descriptor and number of the file of its counters."""
-    arena = _arenas.setdefault((os.getpid(), token), PeerArena(process.pid, token))
+def attach(process: Process, chunk: Location, table: tuple[int, int]) -> Peer:
+    """Return a peer. Raises OSError or ValueError if its memory cannot be read. chunk: of its
+    memory. table: descriptor and number of the file of its counters."""
+    arena = _arenas.setdefault((os.getpid(), process), PeerArena(process.pid))
     arena.map_chunk(chunk)  # now: here all ranks can still send values
     return Peer(arena, PeerTable(arena.open(*table), process))
 

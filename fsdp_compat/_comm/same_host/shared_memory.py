@@ -43,7 +43,7 @@ class Location(typing.NamedTuple):
     """Where a tensor lies, as other processes find it."""
 
     chunk: int  # index
-    number: int  # of the file of the chunk; no two files of a process have the same one
+    number: int  # of the file of the chunk: its inode
     fd: int  # of that file, in its process
     offset: int  # bytes
 
@@ -54,44 +54,42 @@ class Chunk:
     ``frozen`` blocks are private mappings of an earlier file. A chunk that has lost its file at a
     fork has only private blocks, and hands out no more."""
 
-    def __init__(self, index: int, nbytes: int, token: bytes) -> None:
+    def __init__(self, index: int, nbytes: int) -> None:
         """Raises OSError if the system refuses."""
-        self.index, self.nbytes, self._token = index, nbytes, token
-        self.file: SealedFile | None = SealedFile(nbytes, token)
+        self.index, self.nbytes = index, nbytes
+        self.file: SealedFile | None = SealedFile(nbytes)
         # from before forks: a peer may have received a descriptor and not opened it yet
         self.old_files: list[SealedFile] = []
-        self._memory = MappedFile(self.file.fd, self.file.number)
+        self._memory = MappedFile(self.file.fd)
         self.address, self.view = self._memory.address, self._memory.view
         self.taken: dict[int, int] = {}  # by start: size
         self.frozen: list[int] = []  # starts, in order
-        self.free = [(PAGE_NBYTES, nbytes)]  # (start, end), sorted; adjacent ranges are merged
-        self.top = PAGE_NBYTES  # memory above was never written to: it is zero
+        self.top = 0  # memory above was never written to: it is zero
+
+    @property
+    def free(self) -> list[tuple[int, int]]:
+        """The ranges (start, end) between blocks, in order."""
+        starts = sorted(self.taken)
+        ends = [0, *(start + self.taken[start] for start in starts)]
+        return [
+            (end, start)
+            for end, start in zip(ends, [*starts, self.nbytes], strict=True)
+            if end < start
+        ]
 
     def take(self, nbytes: int) -> int | None:
         """Return the offset of a new block, or None if no free range is large enough."""
-        for index, (start, end) in enumerate(self.free):
+        for start, end in () if self.file is None else self.free:
             if end - start >= nbytes:
-                rest = start + nbytes, end
-                self.free[index : index + 1] = [rest] if rest[0] < end else []
                 self.taken[start] = nbytes
                 return start
         return None
 
     def put(self, start: int, nbytes: int) -> None:
         del self.taken[start]
-        if self.file is None:
-            return
-        if start in self.frozen:
+        if self.file is not None and start in self.frozen:
             memory_files.map_shared(self.address + start, nbytes, self.file.fd, start)
             self.frozen.remove(start)
-        end = start + nbytes
-        index = bisect.bisect(self.free, (start, end))
-        if index < len(self.free) and self.free[index][0] == end:
-            end = self.free.pop(index)[1]
-        if index and self.free[index - 1][1] == start:
-            index -= 1
-            start = self.free.pop(index)[0]
-        self.free.insert(index, (start, end))
 
     def forget_pages(self, start: int, nbytes: int) -> None:
         """Return pages to the system, except of a frozen block, which are not the file's."""
@@ -108,10 +106,10 @@ class Chunk:
         old, free = self.file, self.free
         self.old_files.append(old)
         # if anything below fails, the chunk has no file
-        self.frozen, self.file, self.free = sorted(self.taken), None, []
+        self.frozen, self.file = sorted(self.taken), None
         for start in live:
             memory_files.map_private(self.address + start, self.taken[start], old.fd, start)
-        new = SealedFile(self.nbytes, self._token)
+        new = SealedFile(self.nbytes)
         forgotten = 0
         for start, end in free:
             written = min(end, self.top) - start
@@ -119,7 +117,7 @@ class Chunk:
                 forgotten += written
                 memory_files.advise(self.address + start, written, mmap.MADV_REMOVE)
             memory_files.map_shared(self.address + start, end - start, new.fd, start)
-        self.file, self.free = new, free
+        self.file = new
         self.top = max(start + size for start, size in self.taken.items())
         return forgotten
 
@@ -156,7 +154,6 @@ class Arena:
 
     def __init__(self) -> None:
         self.pid = os.getpid()
-        self.token = os.urandom(memory_files.TOKEN_NBYTES)  # that files begin with
         self.chunks: list[Chunk] = []
         self.refusal = "no files in memory"  # the last one of the system
         self.lock = threading.RLock()
@@ -199,10 +196,10 @@ class Arena:
         """Add a chunk with a free range of whole pages. Return False if the system refuses."""
         if not memory_files.are_supported():
             return False
-        needed, all_before = size + PAGE_NBYTES, sum(each.nbytes for each in self.chunks)
+        needed, all_before = size or PAGE_NBYTES, sum(each.nbytes for each in self.chunks)
         for nbytes in (max(needed, CHUNK_NBYTES, all_before), needed):
             try:
-                self.chunks.append(Chunk(len(self.chunks), nbytes, self.token))
+                self.chunks.append(Chunk(len(self.chunks), nbytes))
                 return True
             except OSError as error:
                 self.refusal = refusal_of(error)
@@ -283,7 +280,7 @@ def locate(tensor: Tensor) -> Location | None:
     """Return where a contiguous tensor lies in this process's blocks, or None. A tensor without
     elements lies anywhere."""
     if not tensor.numel():
-        return first_location()
+        return Location(0, 0, 0, 0)
     address = tensor.data_ptr()
     for chunk in arena.chunks:
         if 0 <= address - chunk.address < chunk.nbytes:
@@ -296,7 +293,8 @@ def first_location() -> Location | None:
     if not arena.chunks:
         with arena.lock:
             arena.grow(0)
-    return next(filter(None, (chunk.locate(0) for chunk in arena.chunks)), None)
+    files = ((chunk.index, chunk.file) for chunk in arena.chunks)
+    return next((Location(index, file.number, file.fd, 0) for index, file in files if file), None)
 
 
 def forget_old_files() -> None:

@@ -29,8 +29,8 @@ def connect(axis: Axis, values: GlooTransport, maps: bool) -> SameHostTransport 
     own, table, process, chunk = None, None, Process.own(), shared_memory.first_location()
     if process is not None and chunk is not None:
         with contextlib.suppress(OSError):
-            table = Table(token := shared_memory.arena.token)
-            own = process, token, chunk, table.location
+            table = Table()
+            own = process, chunk, table.location
     introductions = values.gather_objects(own)
     if None in introductions or len({each.machine for each, *_ in introductions}) > 1:
         return None
