@@ -35,7 +35,6 @@ _BEGINS = "parameters or gradients"
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-
 _LOST = (
     "  An optimizer step that was waiting on the device has then used incomplete gradients: do not "
     "save this rank's shards."
@@ -119,16 +118,17 @@ class BackendTransport(Transport, Waiter):
                 group.abort()  # or what was begun would hold the device, and the exit
 
     @contextlib.contextmanager
-    def _explained(self, what: str) -> Iterator[None]:
-        """Turn an error of the backend into one that names what was waited for; all communication
-        of this process has failed then."""
+    def _call(self, call: int | str, what: str = _BEGINS) -> Iterator[dist.ProcessGroup]:
+        """Count a call of the backend (its tag, or what it is), and give its process group."""
+        self.activity.begin(call)
         try:
-            yield
+            yield self._open_group()
         except RuntimeError as error:
             self._fail(what, error)
 
     def _fail(self, what: str, error: RuntimeError) -> typing.NoReturn:
-        """Raise ``error``, of a call of the backend, so that it says what has failed."""
+        """Raise ``error``, of a call of the backend, so that it says what was waited for; all
+        communication of this process has failed then."""
         if isinstance(error, (StateError, torch.OutOfMemoryError)):
             raise error
         report = self.activity.diagnosis
@@ -142,10 +142,6 @@ class BackendTransport(Transport, Waiter):
             advice = "call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])), or pass device_id"
         raise communication_error(first, got, self.rank, self.members, advice=advice) from error
 
-    def gather_now(self, own: Tensor, what: str, tag: int = 0) -> Tensor:
-        with self._explained(what):
-            return super().gather_now(own, what, tag)
-
     def sum_of(self, values: Tensor, what: str) -> Tensor:
         return self._reduced(values, dist.ReduceOp.SUM, what)
 
@@ -153,15 +149,12 @@ class BackendTransport(Transport, Waiter):
         return self._reduced(values, dist.ReduceOp.MAX, what)
 
     def _reduced(self, values: Tensor, op: dist.ReduceOp.RedOpType, what: str) -> Tensor:
-        with self._explained(what), _torch_private.uncounted():
-            self.activity.begin(what)
-            dist.all_reduce(values, op=op, group=self._open_group())
+        with _torch_private.uncounted(), self._call(what, what) as group:
+            dist.all_reduce(values, op=op, group=group)
         return values
 
     def broadcast(self, tensors: Sequence[Tensor], what: str) -> None:
-        with self._explained(what), _torch_private.uncounted():
-            self.activity.begin(f"a broadcast of {what}")
-            group = self._open_group()
+        with _torch_private.uncounted(), self._call(f"a broadcast of {what}", what) as group:
             works = [
                 dist.broadcast(tensor, group_src=0, group=group, async_op=True)
                 for tensor in as_bytes(tensors)
@@ -172,20 +165,16 @@ class BackendTransport(Transport, Waiter):
     def exchange(self, sent: Tensor, sizes: Sequence[tuple[int, int]], what: str) -> Tensor:
         sends, receives = ([*each] for each in zip(*sizes, strict=True))
         received = sent.new_empty(sum(receives))
-        with self._explained(what), _torch_private.uncounted():
-            self.activity.begin(f"an exchange of {what}")
-            dist.all_to_all_single(received, sent, receives, sends, group=self._open_group())
+        with _torch_private.uncounted(), self._call(f"an exchange of {what}", what) as group:
+            dist.all_to_all_single(received, sent, receives, sends, group=group)
         return received
 
     def begin_gather(self, own: Tensor, full: Tensor, segments: ByRank, tag: int) -> Handle:
         own = self._sendable(own, full, segments)
         if tag != VALUES:
             self.traffic.add(Kind.GATHER, own.nbytes * (self.ranks - 1))
-        self.activity.begin(tag)
-        try:
-            return Handle([], held=(self._start_gather(full, own), own))
-        except RuntimeError as error:
-            self._fail(_BEGINS, error)
+        with self._call(tag) as group:
+            return Handle([], held=(self._start_gather(group, full, own), own))
 
     def begin_gathers(
         self, gathers: Sequence[tuple[Tensor, Tensor, ByRank]], tag: int = 0
@@ -193,12 +182,8 @@ class BackendTransport(Transport, Waiter):
         owns = [self._sendable(*gather) for gather in gathers]
         self.traffic.add(Kind.GATHER, sum(own.nbytes for own in owns) * (self.ranks - 1))
         fulls = [full for _, full, _ in gathers]
-        self.activity.begin(tag)
-        try:
-            work = _torch_private.start_all_gathers(self._open_group(), fulls, owns)
-        except RuntimeError as error:
-            self._fail(_BEGINS, error)
-        return Handle([], held=(work, owns))
+        with self._call(tag) as group:
+            return Handle([], held=(_torch_private.start_all_gathers(group, fulls, owns), owns))
 
     def _sendable(self, own: Tensor, full: Tensor, segments: ByRank) -> Tensor:
         if own.dtype is full.dtype and own.device == full.device:
@@ -220,17 +205,14 @@ class BackendTransport(Transport, Waiter):
     def begin_reduce(self, buffer: Tensor, segments: ByRank, tag: int) -> Handle:
         total = torch.empty_like(segments[0])
         self.traffic.add(Kind.REDUCE, total.nbytes * (self.ranks - 1))
-        self.activity.begin(tag + Kind.REDUCE)
-        try:
-            return Handle([], (total,), (self._start_reduce(total, buffer), buffer))
-        except RuntimeError as error:
-            self._fail(_BEGINS, error)
+        with self._call(tag + Kind.REDUCE) as group:
+            return Handle([], (total,), (self._start_reduce(group, total, buffer), buffer))
 
-    def _start_gather(self, full: Tensor, own: Tensor) -> dist.Work:
-        return _torch_private.start_all_gather(self._open_group(), full, own)
+    def _start_gather(self, group: dist.ProcessGroup, full: Tensor, own: Tensor) -> dist.Work:
+        return _torch_private.start_all_gather(group, full, own)
 
-    def _start_reduce(self, total: Tensor, buffer: Tensor) -> dist.Work:
-        return _torch_private.start_reduce_scatter(self._open_group(), total, buffer)
+    def _start_reduce(self, group: dist.ProcessGroup, total: Tensor, buffer: Tensor) -> dist.Work:
+        return _torch_private.start_reduce_scatter(group, total, buffer)
 
     def end_reduce(
         self, handle: Handle, own: Tensor, dtype: torch.dtype, what: str, divisor: Tensor | None
@@ -242,11 +224,10 @@ class BackendTransport(Transport, Waiter):
     def begin_all_reduce(self, total: Tensor, tag: int, divisor: Tensor | None = None) -> Handle:
         ranks = self.ranks
         self.traffic.add(Kind.REPLICATE, 2 * (ranks - 1) * total.nbytes // ranks)
-        self.activity.begin(tag + Kind.REPLICATE)
         # it was counted when the reduction began
-        with self._explained(_BEGINS), _torch_private.uncounted():
-            work = _work(dist.all_reduce(total, group=self._open_group(), async_op=True))
-        return Handle([], held=(work, total), divisor=divisor)
+        with _torch_private.uncounted(), self._call(tag + Kind.REPLICATE) as group:
+            work = dist.all_reduce(total, group=group, async_op=True)
+            return Handle([], held=(work, total), divisor=divisor)
 
     def end_all_reduce(self, handle: Handle, total: Tensor, what: str) -> None:
         self._wait(handle, what)
@@ -257,13 +238,12 @@ class BackendTransport(Transport, Waiter):
 class PythonGroupTransport(BackendTransport):
     """Uses torch's public collectives: BackendTransport's calls need a backend in C++."""
 
-    def _start_gather(self, full: Tensor, own: Tensor) -> dist.Work:
-        return _start_gather_in_python(self._open_group(), full, own)
+    def _start_gather(self, group: dist.ProcessGroup, full: Tensor, own: Tensor) -> dist.Work:
+        return _start_gather_in_python(group, full, own)
 
-    def _start_reduce(self, total: Tensor, buffer: Tensor) -> dist.Work:
+    def _start_reduce(self, group: dist.ProcessGroup, total: Tensor, buffer: Tensor) -> dist.Work:
         if total.dtype.is_complex:
             total, buffer = torch.view_as_real(total), torch.view_as_real(buffer)
-        group = self._open_group()
         if _defines(group, "reduce_scatter_single", "_reduce_scatter_base"):
             return _work(_reduce_scatter(total, buffer, group=group, async_op=True))
         parts = list(buffer.chunk(self.ranks))
