@@ -15,7 +15,7 @@ from typing import Any
 
 from ._comm.board import events
 from ._comm.board.ring import BlackBox, Record, read
-from ._comm.board.verdict import parting, ranks_text, sentences
+from ._comm.board.verdict import State, merged, parting, sentences
 
 DESCRIPTION = """Compare what the ranks of a run did last. The run must have had
 FSDP_COMPAT_BLACK_BOX=FOLDER in its environment; it may still run, or have been killed."""
@@ -110,15 +110,13 @@ def _differences(boxes: Boxes) -> list[str]:
     if not found:
         return [_SAME]
     forward, _, place, calls = min(found)
-    alike: dict[tuple[object, ...], list[int]] = {}
-    for index, each in enumerate(calls):
-        alike.setdefault(tuple(item for item in each.items() if item[0] >= place), []).append(index)
-    ranks = [*boxes]
-    names = [ranks_text([ranks[n] for n in group], len(group)) for group in alike.values()]
-    firsts = [calls[group[0]] for group in alike.values()]
-    before = [call for at, call in firsts[0].items() if at < place]
+    before = [call for at, call in calls[0].items() if at < place]
     where = f", after {before[-1]}" if before else ""
-    told = sentences(firsts, names, [*map(len, alike.values())], place)
+    states = merged(
+        State((rank,), 1, {at: call for at, call in each.items() if at >= place})
+        for rank, each in zip(boxes, calls, strict=True)
+    )
+    told = sentences(states, place)
     return [f"The ranks diverge in forward {forward}{where}:", *(f"  {line}" for line in told)]
 
 

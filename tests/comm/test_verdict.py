@@ -10,7 +10,7 @@ from fsdp_compat._comm.board.verdict import State, judge, merged, parting, ranks
 def state(first: int, *last: str, count: int = 1, ended: bool = False) -> State:
     """Ranks that have begun these calls after 5 others, one each second from 1,000."""
     ranks, doing = tuple(range(first, first + count)), "has ended" if ended else "computes"
-    return State(ranks, count, 5 + len(last), last, 1000.0 + len(last), doing, ended)
+    return State(ranks, count, dict(enumerate(last, 5)), 1000.0 + len(last), doing, ended)
 
 
 MOST = state(0, "the embedding", "the layers", "the norm", count=3)
@@ -39,8 +39,9 @@ def test_rank_that_differs_is_named(odd: State, text: str, never_ends: list[bool
 
 
 def test_ranks_that_have_begun_the_same_wait_for_nobody() -> None:
-    both = merged([state(3, *MOST.last), MOST])
-    assert both == [state(0, *MOST.last, count=4)] and judge(both, True, 1040.0) is None
+    calls = (MOST.calls or {}).values()
+    both = merged([state(3, *calls), MOST])
+    assert both == [state(0, *calls, count=4)] and judge(both, True, 1040.0) is None
     assert judge([], True, 1040.0) is None and judge([State((3,), 1)], True, 1040.0) is None
     assert parting([{1: "a", 2: "b"}, {2: "b"}]) is None  # the second has forgotten place 1
     assert parting([{1: "a", 2: "b"}, {1: "a", 2: "b", 3: "c"}, {1: "b"}]) == 1

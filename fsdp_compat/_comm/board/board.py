@@ -173,13 +173,13 @@ class Board:
                 return True
             groups = [members[at : at + size] for at in range(0, len(members), size)]
             states = merged(store.states_of(activity.name, groups))
-        silent = {rank for each in states if each.total < 0 for rank in each.ranks}
+        silent = {rank for each in states if each.calls is None for rank in each.ranks}
         again = silent & self._silent.get(activity.name, set())
         waits = [post.wait for post in posts.values() if post and post.wait]
         if not (waiter.is_connected or any(each.name == activity.name for each in waits)):
             again = set()  # nobody waits in this rendezvous
         self._silent[activity.name] = silent
-        states = [each for each in states if each.total >= 0 or again.issuperset(each.ranks)]
+        states = [each for each in states if each.calls is not None or again.issuperset(each.ranks)]
         if activity.may_differ and activity.has_tags:
             verdict = _longest_wait(posts, time.time())
         else:
@@ -262,9 +262,10 @@ ADVICE = (
 def _state(rank: int, post: Post | None, name: str) -> State:
     if post is None or not (post.ended or post.is_alive):
         return State((rank,), 1)
-    _, total, last = post.axes.get(name, ({}, -1 if post.is_killed else 0, []))
+    _, total, last = post.axes.get(name, ({}, 0, []))
+    calls = None if post.is_killed else dict(enumerate(last, total - len(last)))
     doing = post.doing + f", after the {post.use}" * bool(post.use)
-    return State((rank,), 1, total, tuple(last), post.since, doing, post.ended)
+    return State((rank,), 1, calls, post.since, doing, post.ended)
 
 
 def _longest_wait(posts: dict[int, Post | None], now: float) -> Verdict | None:

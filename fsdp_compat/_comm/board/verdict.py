@@ -21,15 +21,10 @@ class State:
 
     ranks: tuple[int, ...]  # global; the first few
     count: int  # of all of them
-    total: int = -1  # calls begun; -1: unknown, as they have told nothing
-    last: tuple[str, ...] = ()  # of these
+    calls: Calls | None = None  # begun, the last ones; None: unknown, as they have told nothing
     since: float = 0.0  # time.time() at which the last of them began its last call
     doing: str = ""  # what the first of them does
     ended: bool = False
-
-    @property
-    def calls(self) -> dict[int, str]:
-        return dict(enumerate(self.last, self.total - len(self.last)))
 
     def __str__(self) -> str:
         return ranks_text(self.ranks, self.count)
@@ -39,7 +34,8 @@ def merged(states: Iterable[State]) -> list[State]:
     """Return one state for all ranks that have begun the same."""
     alike: dict[object, list[State]] = {}
     for state in states:
-        alike.setdefault((state.total, tuple(state.last), state.ended), []).append(state)
+        calls = None if state.calls is None else tuple(state.calls.items())
+        alike.setdefault((calls, state.ended), []).append(state)
     return [
         dataclasses.replace(
             first,
@@ -72,36 +68,37 @@ def parting(calls: Sequence[Calls]) -> typing.Any:
     return None
 
 
-def sentences(
-    calls: Sequence[Calls], names: Sequence[str], counts: Sequence[int], place: typing.Any
-) -> list[str]:
-    """Say of the ranks that are not with the most what they did at the place where they part.
-    names: of the ranks of each entry of ``calls``. counts: how many they are."""
-    here = [each.get(place) for each in calls]
+def sentences(states: Sequence[State], place: typing.Any) -> list[str]:
+    """Say of the ranks that are not with the most what they did at the place where they part."""
     votes = collections.Counter[str]()
-    for call, count in zip(here, counts, strict=True):
-        votes[call or ""] += count
+    for state in states:
+        votes[_call_at(state, place) or ""] += state.count
     usual = max((call for call in votes if call), key=lambda call: votes[call])
-    most = here.index(usual)
-    others = " and ".join(name for name, call in zip(names, here, strict=True) if call == usual)
-
-    def after(index: int) -> str | None:
-        later = sorted(each for each in calls[index] if each > place)
-        return calls[index][later[0]] if later else None
-
+    most = [state for state in states if _call_at(state, place) == usual]
+    others = " and ".join(map(str, most))
     found = []
-    for index, (name, call) in enumerate(zip(names, here, strict=True)):
+    for state in states:
+        call, following = _call_at(state, place), _call_after(state, place)
         if call == usual:
             continue
-        if call is None and after(index) is None:
-            verb = "have" if name.startswith("ranks") else "has"
+        if call is None and following is None:
+            verb = "has" if state.count == 1 else "have"
             waits = "waits" if others.startswith("rank ") else "wait"
-            found.append(f"{name} {verb} not begun {usual}, which {others} {waits} for")
-        elif call is None or (after(most) == call and after(index) != usual):
-            found.append(f"{name} skipped {usual}, or {others} did it once more")
+            found.append(f"{state} {verb} not begun {usual}, which {others} {waits} for")
+        elif call is None or (_call_after(most[0], place) == call and following != usual):
+            found.append(f"{state} skipped {usual}, or {others} did it once more")
         else:
-            found.append(f"{name} began {call} where {others} began {usual}")
+            found.append(f"{state} began {call} where {others} began {usual}")
     return found
+
+
+def _call_at(state: State, place: typing.Any) -> str | None:
+    return (state.calls or {}).get(place)
+
+
+def _call_after(state: State, place: typing.Any) -> str | None:
+    calls = state.calls or {}
+    return calls.get(min((each for each in calls if each > place), default=None))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,22 +113,21 @@ class Verdict:
 def judge(states: Sequence[State], in_order: bool, now: float) -> Verdict | None:
     """Say what keeps ranks that stand still, or return None if nobody waits. in_order: all ranks
     must make the same calls in the same order, so that it never ends if they have not."""
-    told = sorted((each for each in states if each.total >= 0), key=lambda each: each.ranks)
-    silent = [each for each in states if each.total < 0]
-    calls = [each.calls for each in told]
-    place = parting(calls)
+    told = sorted((each for each in states if each.calls is not None), key=lambda each: each.ranks)
+    silent = [each for each in states if each.calls is None]
+    place = parting([each.calls for each in told if each.calls is not None])
     if place is not None:
-        lines = sentences(calls, [*map(str, told)], [each.count for each in told], place)
-        here = [each.get(place) for each in calls]
-        waiting = [each for each, call in zip(told, here, strict=True) if call]
-        behind = [each for each, call in zip(told, here, strict=True) if not call]
-        differ = len({call for call in here if call}) > 1
-        never_ends = (differ and in_order) or any(each.ended for each in behind)
+        lines = sentences(told, place)
+        waiting = [each for each in told if _call_at(each, place)]
+        differ = len({_call_at(each, place) for each in waiting}) > 1
+        never_ends = (differ and in_order) or any(
+            each.ended for each in told if each not in waiting
+        )
     elif told and silent:
         waiting, never_ends = [each for each in told if not each.ended], False
         most = max(told, key=lambda each: each.count)
         lines = [f"{each} {each.doing or UNHEARD}" for each in silent]
-        lines += [f"{most} began {call} last" for call in most.last[-1:]]
+        lines += [f"{most} began {call} last" for call in [*(most.calls or {}).values()][-1:]]
     else:
         return None
     never_ends |= any(each.ended for each in silent)
