@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .board.calls import COLLECTIVE
-from .gloo_connections import OverConnections, fails_if_interrupted
+from .gloo_connections import OverConnections
 from .transport import VALUES, ByRank, Handle, Kind, as_bytes
 
 _CHUNK_NUMEL = 1 << 17  # summed at a time, per thread: stays in the cache until it is divided
@@ -57,9 +57,7 @@ class GlooTransport(OverConnections):
 
     def _was_read(self, handle: Handle, what: str) -> None:
         """The parts were read: the exchange has ended."""
-        tag = handle.message[0]
-        self.connections.names[tag] = what
-        self.connections.unfinished.pop(tag, None)
+        self.connections.unfinished.pop(handle.message[0], None)
 
     def _count(self, tag: int) -> int:
         """Count another message with this tag, and return the count."""
@@ -67,7 +65,7 @@ class GlooTransport(OverConnections):
         leftover = connections.unfinished.get(tag)
         if leftover is not None:  # left by an exception; the peers count it
             connections.require_thread()
-            what = connections.names.get(tag, "a message that an exception left behind")
+            what = self.activity.name_of(tag)
             if tag % len(Kind) != Kind.GATHER:
                 connections.fail(what, cause="an exception has interrupted a reduction")
             self.end_gather(leftover, what)
@@ -92,13 +90,11 @@ class GlooTransport(OverConnections):
     def unfinished_gather(self, tag: int) -> Handle | None:
         return self.connections.unfinished.get(tag)
 
-    @fails_if_interrupted
     def gather_now(self, own: Tensor, what: str, tag: int = 0) -> Tensor:
         full = super().gather_now(own, what, tag)
         self._await_taken(tag, self.connections.activity.counts[tag], what)
         return full
 
-    @fails_if_interrupted
     def broadcast(self, tensors: Sequence[Tensor], what: str) -> None:
         """By a binomial tree: a rank receives from the one whose number lacks its lowest set bit,
         and sends to those whose number has one more bit below that."""
@@ -114,7 +110,6 @@ class GlooTransport(OverConnections):
         sends = [(tensor, target) for target in targets for tensor in sent]
         connections.wait(connections.post((), sends, VALUES, what), message, what)
 
-    @fails_if_interrupted
     def begin_gather(self, own: Tensor, full: Tensor, segments: ByRank, tag: int) -> Handle:
         if tag != VALUES:
             self.traffic.add(Kind.GATHER, own.numel() * full.itemsize * (self.ranks - 1))
@@ -123,18 +118,14 @@ class GlooTransport(OverConnections):
         segments[self.rank].copy_(own)
         return handle
 
-    @fails_if_interrupted
     def end_gather(self, handle: Handle, what: str) -> None:
-        self.connections.names[handle.message[0]] = what
         if not handle.ended:
             self._fill(handle, what)
 
-    @fails_if_interrupted
     def begin_reduce(self, buffer: Tensor, segments: ByRank, tag: int) -> Handle:
         self.traffic.add(Kind.REDUCE, segments[self.rank].nbytes * (self.ranks - 1))
         return self._start(buffer, tag + Kind.REDUCE)
 
-    @fails_if_interrupted
     def end_reduce(
         self, handle: Handle, own: Tensor, dtype: torch.dtype, what: str, divisor: Tensor | None
     ) -> Tensor:
@@ -146,14 +137,12 @@ class GlooTransport(OverConnections):
         self._was_read(handle, what)
         return total
 
-    @fails_if_interrupted
     def begin_all_reduce(self, total: Tensor, tag: int, divisor: Tensor | None = None) -> Handle:
         self.traffic.add(Kind.REPLICATE, 2 * (self.ranks - 1) * total.nbytes // self.ranks)
         handle = self._start(total, tag + Kind.REPLICATE)
         handle.divisor = divisor
         return handle
 
-    @fails_if_interrupted
     def continue_all_reduce(self, handle: Handle, total: Tensor, tag: int, what: str) -> Handle:
         slices, sent = self._slices(total), handle.held
         own = slices[self.rank]
@@ -165,17 +154,15 @@ class GlooTransport(OverConnections):
         # that they may write there.
         return self._start(sent, tag + Kind.REPLICATE_BACK, slices)
 
-    @fails_if_interrupted
     def end_all_reduce(self, handle: Handle, total: Tensor, what: str) -> None:
         self._fill(handle, what)
 
-    @fails_if_interrupted
     def settle(self, what: str, only_reductions: bool = False) -> None:
         connections = self.connections
         if not only_reductions:  # a peer may be waiting for this rank to read what it gathers
             for tag, handle in list(connections.unfinished.items()):
                 if tag % len(Kind) == Kind.GATHER:
-                    self.end_gather(handle, connections.names.get(tag, what))
+                    self.end_gather(handle, self.activity.name_of(tag))
         for tag, number in list(connections.sent):
             last = connections.unfinished.get(tag)
             is_included = not only_reductions or tag % len(Kind) != Kind.GATHER
@@ -184,8 +171,8 @@ class GlooTransport(OverConnections):
 
     def _await_taken(self, tag: int, number: int, what: str) -> None:
         """Wait until the peers have received or read a message of this rank."""
-        works, _, message = self.connections.sent[tag, number]
-        self.connections.wait(works, message, self.connections.names.get(tag, what))
+        sent = self.connections.sent[tag, number]
+        self.connections.wait(sent.works, sent.message, self.activity.names.get(tag, what))
         self.connections.sent.pop((tag, number), None)
 
 
@@ -233,10 +220,10 @@ class MessageTransport(GlooTransport):
             [(into[source], source) for source, _ in connections.peers],
             [(outgoing[target], target) for _, target in connections.peers],
             tag,
-            connections.names.get(tag, "parameters or gradients"),
+            self.activity.name_of(tag),
         )
         receives, sends = works[: self.ranks - 1], works[self.ranks - 1 :]
-        connections.sent[tag, number] = sends, sent, (tag, number, 0)
+        connections.sent[tag, number] = Handle(sends, held=sent, message=(tag, number, 0))
         handle = Handle(receives, into, sent, (tag, number, len(receives)))
         connections.unfinished[tag] = handle
         return handle

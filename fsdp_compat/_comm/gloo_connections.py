@@ -35,17 +35,13 @@ from .transport import (
 
 ACK_TAG = 1 << 24  # added to the tag of a message that is read in place: the tag of its ack
 
-# works, the tensors that they read, and the message
-Sent = tuple[list[Work], object, MessageId]
-
 _NOTHING: list[Work] = []
-Method = typing.TypeVar("Method", bound=Callable[..., typing.Any])
 
 
-def fails_if_interrupted(method: Method) -> Method:
+def _fails_if_interrupted(method: Callable[..., typing.Any]) -> Callable[..., typing.Any]:
     """Let communication fail if an exception interrupts the method: no rank could know what was
     sent and read. Profilers see the call."""
-    name = f"fsdp_compat::{getattr(method, '__name__', '')}"
+    name = f"fsdp_compat::{method.__name__}"
 
     @functools.wraps(method)
     def checked(self: OverConnections, *args: typing.Any, **kwargs: typing.Any) -> typing.Any:
@@ -62,11 +58,22 @@ def fails_if_interrupted(method: Method) -> Method:
             self.connections.abandon("its communication", error)
             raise
 
-    return typing.cast(Method, checked)
+    return checked
+
+
+# Methods that end in an exchange with other ranks.
+_EXCHANGES = {"begin_gather", "end_gather", "gather_now", "begin_reduce", "continue_reduce"}
+_EXCHANGES |= {"end_reduce", "begin_all_reduce", "continue_all_reduce", "end_all_reduce"}
+_EXCHANGES |= {"broadcast", "settle", "map_shards", "begin_barrier", "end_barrier"}
 
 
 class OverConnections(Transport):
-    """A transport over gloo connections, which fails when they do."""
+    """A transport over gloo connections, which fails when they do, and when an exception interrupts
+    a method of a subclass that communicates."""
+
+    def __init_subclass__(cls) -> None:
+        for name in _EXCHANGES & vars(cls).keys():
+            setattr(cls, name, _fails_if_interrupted(vars(cls)[name]))
 
     def __init__(self, axis: Axis, device: torch.device, connections: GlooConnections) -> None:
         super().__init__(axis, device)
@@ -80,7 +87,7 @@ class OverConnections(Transport):
     def require_working(self) -> None:
         self.connections.require_open()
 
-    @fails_if_interrupted
+    @_fails_if_interrupted
     def exchange(self, sent: Tensor, sizes: Sequence[tuple[int, int]], what: str) -> Tensor:
         connections, rank = self.connections, self.rank
         sends, receives = ([*each] for each in zip(*sizes, strict=True))
@@ -119,8 +126,8 @@ class GlooConnections(Waiter):
         # (source, target) of each step of an exchange: every rank starts with a different peer
         self.peers = [((rank - step) % ranks, (rank + step) % ranks) for step in range(1, ranks)]
         self.unfinished: dict[int, Handle] = {}  # by tag: exchanges that have not ended
-        self.sent: dict[tuple[int, int], Sent] = {}  # by tag and number: what peers may still need
-        self.names: dict[int, str] = {}  # by tag: what was waited for last
+        # by tag and number: what peers may still need; not received
+        self.sent: dict[tuple[int, int], Handle] = {}
         self.group = weakref.ref(group)
         self.gloo: typing.Any = None  # a ProcessGroupGloo; None before connecting and after closing
         self._awaited: list[typing.Any] = []  # by the communicating thread, now
@@ -261,7 +268,7 @@ class GlooConnections(Waiter):
         else:
             source, target = self.peers[index]
             peers = (members[source if num_receives else target],)
-            awaited = f"for rank {peers[0]} to take {what}"
+            awaited = f"for rank {peers[0]} to take part in {what}"
             if num_receives:
                 awaited = f"for {what} from rank {peers[0]}"
         text = f"rank {activity.global_rank} waits {awaited}, at {progress.location()}"

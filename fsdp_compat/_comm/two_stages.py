@@ -25,7 +25,7 @@ from torch import Tensor
 
 from .board.processes import Process
 from .gloo import GlooTransport, MessageTransport
-from .gloo_connections import OverConnections, fails_if_interrupted
+from .gloo_connections import OverConnections
 from .mesh import Axis
 from .transport import ByRank, Handle
 
@@ -74,7 +74,6 @@ class TwoStages(OverConnections):
     def unfinished_gather(self, tag: int) -> Handle | None:
         return self._gathers.get(tag)
 
-    @fails_if_interrupted
     def begin_gather(self, own: Tensor, full: Tensor, segments: ByRank, tag: int) -> Handle:
         if tag in self._gathers and not self.has_failed:  # left by an exception
             self.end_gather(self._gathers[tag], "parameters")
@@ -83,7 +82,6 @@ class TwoStages(OverConnections):
         handle = self._gathers[tag] = _Pending(stage, staged, full, tag)
         return handle
 
-    @fails_if_interrupted
     def end_gather(self, handle: Handle, what: str) -> None:
         while not handle.ended:
             self._end_gather(next(iter(self._gathers.values())), what)
@@ -103,20 +101,17 @@ class TwoStages(OverConnections):
         handle.ended, handle.held = True, None
         del self._gathers[tag]
 
-    @fails_if_interrupted
     def begin_reduce(self, buffer: Tensor, segments: ByRank, tag: int) -> Handle:
         parts, staged = self._by_local_rank(buffer), self._staged(buffer.numel(), buffer.dtype)
         staged.view(parts.shape).copy_(parts)
         return self._begin_sum_of_host(staged, staged, tag)
 
-    @fails_if_interrupted
     def continue_reduce(self, handle: Handle, dtype: torch.dtype, tag: int, what: str) -> Handle:
         assert isinstance(handle, _Pending)
         total = handle.held = self._sum_of_host(handle, what)
         handle.stage = self._far.begin_reduce(total, total.chunk(self._num_hosts), tag)
         return handle
 
-    @fails_if_interrupted
     def end_reduce(
         self, handle: Handle, own: Tensor, dtype: torch.dtype, what: str, divisor: Tensor | None
     ) -> Tensor:
@@ -126,7 +121,6 @@ class TwoStages(OverConnections):
         self._far.settle(what, only_reductions=True)  # `held` can be freed
         return total
 
-    @fails_if_interrupted
     def begin_all_reduce(self, total: Tensor, tag: int, divisor: Tensor | None = None) -> Handle:
         numel = total.numel()
         staged = self._staged(-(-numel // self._ranks_per_host) * self._ranks_per_host, total.dtype)
@@ -136,7 +130,6 @@ class TwoStages(OverConnections):
         handle.divisor = divisor
         return handle
 
-    @fails_if_interrupted
     def continue_all_reduce(self, handle: Handle, total: Tensor, tag: int, what: str) -> Handle:
         assert isinstance(handle, _Pending)
         near, far, step = self._near, self._far, handle.step
@@ -158,12 +151,10 @@ class TwoStages(OverConnections):
                 total.copy_(handle.target[: total.numel()])
         return handle
 
-    @fails_if_interrupted
     def end_all_reduce(self, handle: Handle, total: Tensor, what: str) -> None:
         self._near.settle(what)  # the slice of this rank can be freed
         self._far.settle(what, only_reductions=True)
 
-    @fails_if_interrupted
     def settle(self, what: str, only_reductions: bool = False) -> None:
         if not only_reductions and not self.has_failed:
             for handle in tuple(self._gathers.values()):

@@ -147,19 +147,19 @@ def begun_gather(comm: Any, tag: int, own: torch.Tensor) -> tuple[Any, torch.Ten
 def test_error_names_a_rank_that_never_reads_a_message() -> None:
     """Rank 0 waits until its gather was read; rank 1 waits for another gather before it reads."""
     comm = connect()
-    own = numbers(comm, NUMEL, comm.rank)
+    own, tag = numbers(comm, NUMEL, comm.rank), comm.new_tag("'a'")
 
     def step() -> None:
-        first, _full = begun_gather(comm, 4, own)
+        first, _full = begun_gather(comm, tag, own)
         if comm.rank == 0:
             comm.end_gather(first, "the parameters of 'a'")
             comm.settle("what was sent")
-        second, _other = begun_gather(comm, 8, own)
+        second, _other = begun_gather(comm, 2 * tag, own)
         comm.end_gather(second, "the parameters of 'b'")
 
     assert_circle(
         message_of(step),
-        "rank 0 waits for rank 1 to take the parameters of 'a'",
+        "rank 0 waits for rank 1 to take part in the all-gather of 'a'",
         "rank 1 waits for the parameters of 'b' from rank 0",
     )
 

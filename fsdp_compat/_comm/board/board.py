@@ -121,7 +121,11 @@ class Board:
             activity = each.activity
             if activity.total:
                 counts = dict(activity.counts) if activity.has_tags else {}  # for waits of the host
-                axes[activity.name] = counts, activity.total, activity.last_names()
+                axes[activity.name] = (
+                    counts,
+                    activity.total,
+                    [*map(activity.name_of, [*activity.last])],
+                )
         number = int(time.time() / RENEW_S)
         return Post(doing, self._since, idle_s, False, axes, ring.last(), number, wait)
 

@@ -73,10 +73,8 @@ class Activity:
     waiting: Waiting | None = None
     diagnosis: Report | None = None  # of a wait that can never end; set before the wait is ended
 
-    def last_names(self) -> list[str]:
-        """Return what the last calls are."""
-        small = "an exchange of small values"
-        return [self.names.get(tag, tag if isinstance(tag, str) else small) for tag in [*self.last]]
+    def name_of(self, tag: int | str) -> str:
+        return self.names.get(tag, tag if isinstance(tag, str) else "an exchange of small values")
 
     def begin(self, tag: int | str) -> int:
         """Count another call, and return how often its tag was used. tag: or what it is."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...errors import UsageError
 from ..board.processes import Process
 from ..gloo import GlooTransport
-from ..gloo_connections import ACK_TAG, any_awaits_readers, fails_if_interrupted
+from ..gloo_connections import ACK_TAG, any_awaits_readers
 from ..mesh import Axis, named
 from ..transport import VALUES, ByRank, Handle, Kind, ShardMapping, Work
 from . import counters, shared_memory
@@ -81,7 +81,6 @@ class SameHostTransport(GlooTransport):
     def allocate(self, numel: int, dtype: torch.dtype, zero: bool = False) -> Tensor:
         return shared_memory.allocate(numel, dtype, zero=zero)
 
-    @fails_if_interrupted
     def settle(self, what: str, only_reductions: bool = False) -> None:
         super().settle(what, only_reductions)
         if not any_awaits_readers():
@@ -93,7 +92,7 @@ class SameHostTransport(GlooTransport):
         self, sent: Tensor, tag: int, into: ByRank | None = None, dtype: torch.dtype | None = None
     ) -> Handle:
         connections = self.connections
-        what = connections.names.get(tag, "parameters or gradients")
+        what = self.activity.name_of(tag)
         block, location = sent, shared_memory.locate(sent)
         if location is None:  # otherwise a peer casts what it reads, which saves a copy here
             block = self.allocate(sent.numel(), dtype or sent.dtype).copy_(sent)
@@ -108,7 +107,7 @@ class SameHostTransport(GlooTransport):
         self._table.send(tag, number, (*location, block.numel(), _DTYPES.index(block.dtype)))
         targets = [self._peers[target] for _, target in connections.peers]
         acks: list[Work] = [peer.table.read(tag, number) for peer in targets]
-        connections.sent[tag, number] = acks, block, (tag + ACK_TAG, number, 0)
+        connections.sent[tag, number] = Handle(acks, (), block, (tag + ACK_TAG, number, 0))
         handle = connections.unfinished[tag] = self._arrival(tag, number)
         handle.received, handle.held = () if into is None else into, block
         return handle
@@ -154,7 +153,6 @@ class SameHostTransport(GlooTransport):
     def addresses(self, shards: Sequence[Tensor]) -> tuple[object, ...]:
         return shared_memory.num_forks(), *map(Tensor.data_ptr, shards)
 
-    @fails_if_interrupted
     def map_shards(
         self, shards: Sequence[Tensor], mappings: Sequence[ShardMapping | None]
     ) -> Sequence[ShardMapping] | str:
@@ -175,13 +173,11 @@ class SameHostTransport(GlooTransport):
             refusal = f"rank {self.members[self.rank]}: {refusal_of(error)}"
         return "; ".join(filter(None, self.gather_objects(refusal))) or found
 
-    @fails_if_interrupted
     def begin_barrier(self, tag: int, word: int = 0) -> Handle:
         number = self.connections.begin(tag)
         self._table.send(tag, number, [word] * counters.NUM_WORDS)
         return self._arrival(tag, number)
 
-    @fails_if_interrupted
     def end_barrier(self, handle: Handle, what: str, fails: bool = False) -> list[int]:
         self._await(handle, what)
         sources = [source for source, _ in self.connections.peers]
