@@ -631,8 +631,8 @@ BREAKS = (
     ),
     Break(
         "a backend's collectives taken for ones with tags",
-        "    has_tags = False\n",
-        "    has_tags = True\n",
+        "axis.members, has_tags=False)\n",
+        "axis.members, has_tags=True)\n",
         "tests/fully_shard/test_unused.py -k different_units",
     ),
     Break(

@@ -16,7 +16,7 @@ from .. import _torch_private
 from ..errors import StateError
 from .board import board, progress
 from .board.calls import Activity, Report, Waiter
-from .mesh import Axis, is_in_python
+from .mesh import Axis, has_processes, is_in_python
 from .transport import (
     VALUES,
     ByRank,
@@ -39,14 +39,11 @@ _LOST = (
     "  An optimizer step that was waiting on the device has then used incomplete gradients: do not "
     "save this rank's shards."
 )
-_NOT_PROCESSES = ("fake", "threaded")  # backends of torch without ranks in processes
 
 
 class BackendTransport(Transport, Waiter):
     """Uses the backend's asynchronous collectives. A wait on a stream device only orders streams,
     so that ranks that wait are seen by what they have begun."""
-
-    has_tags = False
 
     def __init__(self, axis: Axis, device: torch.device, small: torch.device | None = None) -> None:
         """device: with its index, because otherwise all ranks of a host would use the first one.
@@ -64,7 +61,7 @@ class BackendTransport(Transport, Waiter):
         self.activity = Activity(name, axis.rank, axis.members, has_tags=False)
         self._failure = ""
         self._stepped: torch.Event | None = None  # before the last step of an optimizer
-        if has_names and dist.get_backend(axis.group) not in _NOT_PROCESSES:
+        if has_names and has_processes(axis.group):
             board.watch(self)
 
     def _open_group(self) -> dist.ProcessGroup:

@@ -100,15 +100,13 @@ class GlooTransport(OverConnections):
         and sends to those whose number has one more bit below that."""
         connections, rank, sent = self.connections, self.rank, as_bytes(tensors)
         what = f"a broadcast of {what}"
-        message = COLLECTIVE, connections.begin(COLLECTIVE), 1
+        connections.begin(COLLECTIVE)
         lowest = rank & -rank or 1 << self.ranks.bit_length()
         if rank:
-            receives = [(tensor, rank - lowest) for tensor in sent]
-            connections.wait(connections.post(receives, (), VALUES, what), message, what)
+            connections.transfer([(tensor, rank - lowest) for tensor in sent], (), what)
         bits = [1 << bit for bit in reversed(range(lowest.bit_length() - 1))]
         targets = [rank + bit for bit in bits if rank + bit < self.ranks]
-        sends = [(tensor, target) for target in targets for tensor in sent]
-        connections.wait(connections.post((), sends, VALUES, what), message, what)
+        connections.transfer((), [(t, target) for target in targets for t in sent], what)
 
     def begin_gather(self, own: Tensor, full: Tensor, segments: ByRank, tag: int) -> Handle:
         if tag != VALUES:

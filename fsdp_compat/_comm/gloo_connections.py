@@ -77,8 +77,7 @@ class OverConnections(Transport):
 
     def __init__(self, axis: Axis, device: torch.device, connections: GlooConnections) -> None:
         super().__init__(axis, device)
-        self.connections, self.name = connections, connections.activity.name
-        self.activity = connections.activity
+        self.connections, self.activity = connections, connections.activity
 
     @property
     def has_failed(self) -> bool:
@@ -94,14 +93,12 @@ class OverConnections(Transport):
         received = sent.new_empty(sum(receives))
         outgoing, incoming = sent.split(sends), received.split(receives)
         incoming[rank].copy_(outgoing[rank])
-        message = COLLECTIVE, connections.begin(COLLECTIVE), 1
-        works = connections.post(
+        connections.begin(COLLECTIVE)
+        connections.transfer(
             [(incoming[source], source) for source, _ in connections.peers if receives[source]],
             [(outgoing[target], target) for _, target in connections.peers if sends[target]],
-            VALUES,
             what,
         )
-        connections.wait(works, message, what)
         return received
 
 
@@ -217,6 +214,13 @@ class GlooConnections(Waiter):
             works.clear()
             self.fail(what, error)
         return works
+
+    def transfer(
+        self, receives: Iterable[tuple[Tensor, int]], sends: Iterable[tuple[Tensor, int]], what: str
+    ) -> None:
+        """Receive and send as a part of the collective that has begun."""
+        message = COLLECTIVE, self.activity.counts[COLLECTIVE], 1
+        self.wait(self.post(receives, sends, VALUES, what), message, what)
 
     # -- failing
 

@@ -95,6 +95,11 @@ def is_in_python(group: dist.ProcessGroup) -> bool:
     return type(group) is not dist.ProcessGroup
 
 
+def has_processes(group: dist.ProcessGroup) -> bool:
+    """False for backends of torch whose ranks do not exist or are threads of one process."""
+    return dist.get_backend(group) not in ("fake", "threaded")
+
+
 def axis_of(group: dist.ProcessGroup) -> Axis:
     """Return the axis over a process group."""
     registered = _torch_private.is_registered(group)  # else it is over all ranks, see ``the_group``

@@ -117,9 +117,6 @@ class Transport(abc.ABC):
     A transport holds no reference to the axis's process group: it is cached as long as that lives.
     """
 
-    # Messages are matched by tags, in whatever order ranks send them. Without tags all ranks must
-    # make the same collectives in the same order.
-    has_tags = True
     # Peers may read what this rank has sent until ``settle``, even after the call that sent it has
     # ended. So each reduction needs memory of its own, see ``allocate``.
     reads_later = False
@@ -131,7 +128,6 @@ class Transport(abc.ABC):
     # How often ``continue_all_reduce`` is called; the first ``reduce_steps`` calls wait only for
     # ranks of this host.
     all_reduce_steps = 0
-    name = ""  # of its own connections, the same on all ranks; "" where there are none
 
     def __init__(self, axis: Axis, device: torch.device) -> None:
         """device: of the tensors that are sent."""
@@ -205,18 +201,13 @@ class Transport(abc.ABC):
     def _by_rank(self, values: Tensor, what: str) -> Tensor:
         return self.gather_now(values.reshape(-1), what, VALUES).view(self.ranks, *values.shape)
 
-    def any_of(self, flags: Tensor, what: str) -> Tensor:
-        """flags: uint8 [n], on a device as for ``sum_of``, or on the CPU if ``takes_host_values``.
-        Return their maximum over the ranks."""
-        return self.max_of(flags, what)
-
     def sum_of(self, values: Tensor, what: str) -> Tensor:
         """values: of any shape and dtype, on ``device`` or ``values_device``. Return their sum over
         the ranks there; may be computed in place."""
         return self._by_rank(values, what).sum(0, dtype=values.dtype)
 
     def max_of(self, values: Tensor, what: str) -> Tensor:
-        """As ``sum_of``, for the maximum."""
+        """As ``sum_of``, for the maximum. values: also on the CPU, if ``takes_host_values``."""
         return self._by_rank(values, what).amax(0)
 
     def gather_objects(self, value: object) -> list[typing.Any]:
@@ -318,7 +309,7 @@ def are_alike(value: str, communicators: Sequence[Transport], what: str) -> bool
     own = [*digest, *(255 - byte for byte in digest)]
     values = torch.tensor(own, dtype=torch.uint8)
     for each in communicators:
-        values = each.any_of(values.to(each.values_device), what)
+        values = each.max_of(values.to(each.values_device), what)
     return values.tolist() == own
 
 

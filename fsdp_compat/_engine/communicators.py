@@ -55,7 +55,7 @@ class Communicators:
     def use(self, communicators: Iterable[Transport], offloads: Iterable[OffloadPolicy]) -> None:
         """Use these, of all groups, from now on."""
         self._communicators = list(dict.fromkeys(each for each in communicators if each.ranks > 1))
-        self.have_tags = all(communicator.has_tags for communicator in self._communicators)
+        self.have_tags = all(each.activity.has_tags for each in self._communicators)
         self._offloads = list(dict.fromkeys(each for each in offloads if each.is_offloaded))
 
     def any_rank(self, flags: Sequence[bool], what: str) -> list[bool]:
@@ -64,7 +64,7 @@ class Communicators:
         device = torch.device("cpu") if on_host else self._device
         values = torch.tensor(flags, dtype=torch.uint8, device=device)
         for each in self._communicators:
-            values = each.any_of(values, what)
+            values = each.max_of(values, what)
         return [bool(value) for value in values.tolist()]
 
     def settle(self, what: str, in_graph: bool = False) -> None:

@@ -111,7 +111,9 @@ def require_all_ranks(
         communicator.require_working()
     if not (pairs or axes) or _depth.value:
         return
-    waits = [(each.members, each.name, group.tags.get(each)) for each, group in pairs.items()]
+    waits = [
+        (each.members, each.activity.name, group.tags.get(each)) for each, group in pairs.items()
+    ]
     waits += [(axis.members, "", None) for axis in axes if axis.ranks > 1]
     done: list[frozenset[int]] = []
     for members, name, tag in waits:

@@ -145,5 +145,5 @@ def _gather_grads(group: Group) -> torch.Tensor | None:
             place.copy_(_torch_private.local_part(param.grad))
             has = True
     own_has = torch.tensor([has], dtype=torch.uint8, device=group.device)
-    some_have = group.shard.any_of(own_has, f"a check for gradients of {group.name}")
+    some_have = group.shard.max_of(own_has, f"a check for gradients of {group.name}")
     return group.gather_full(own) if some_have else None

@@ -107,7 +107,7 @@ class ForksWhileMapping:
                 (shared_memory, "locate"),
                 (transport, "map_shards"),
                 (transport.SameHostTransport, "gather_objects"),
-                (transport.SameHostTransport, "any_of"),
+                (transport.SameHostTransport, "max_of"),
             ):
                 stack.enter_context(mock.patch.object(owner, name, self._around(owner, name)))
             arena = shared_memory.arena

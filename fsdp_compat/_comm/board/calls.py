@@ -58,10 +58,12 @@ class Report:
 class Activity:
     """What one waiter has begun and what it waits for. The thread that communicates writes it."""
 
-    name: str  # the same on all members
+    name: str  # the same on all members; "" where the board does not see it
     rank: int  # among the members
     members: tuple[int, ...]  # global ranks
-    has_tags: bool = True  # without, all members must make the same calls in the same order
+    # Messages are matched by tags, in whatever order members send them. Without tags all members
+    # must make the same calls in the same order.
+    has_tags: bool = True
     may_differ: bool = False  # members may use different units
     total: int = 0  # calls begun
     counts: dict[int | str, int] = dataclasses.field(default_factory=dict)  # of them, by tag

@@ -36,7 +36,7 @@ import torch.distributed as dist
 from ... import _torch_private
 from ...errors import StateError
 from ..environment import checks_calls, idle_limit_s
-from ..mesh import MAX_NAMED, named
+from ..mesh import MAX_NAMED, has_processes, named
 from . import board, progress
 from .calls import MAX_ASKED, RENDEZVOUS, Activity, Report, Wait, Waiter, Waiting
 from .status_store import StatusStore
@@ -48,9 +48,6 @@ FEW = 256  # more ranks poll less often each, so that all together poll as often
 # The sums of both over all ranks fit into the store's 64 bits.
 _COUNT_BITS, _CALL_BITS = 18, 24
 _CLOSED = -(1 << 61)  # stays negative, whatever late ranks add
-
-# backends of torch whose ranks do not exist or are threads of one process
-_NOT_PROCESSES = ("fake", "threaded")
 
 
 class StoreRendezvous(Waiter):
@@ -253,7 +250,7 @@ def rendezvous_of(members: tuple[int, ...], purpose: str = "calls") -> StoreRend
     if world is None or store is None or not checks_calls():
         return None
     found, key = _rendezvous.setdefault(world, {}), (members, purpose)
-    if key not in found and dist.get_backend(world) not in _NOT_PROCESSES:
+    if key not in found and has_processes(world):
         name = hashlib.sha1(repr(key).encode()).hexdigest()[:16]
         # a store may outlive a default process group, and then holds its keys
         name += f"/{StatusStore(store).count(name) // len(members)}"
