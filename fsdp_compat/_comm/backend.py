@@ -16,7 +16,7 @@ from .. import _torch_private
 from ..errors import StateError
 from .board import board, progress
 from .board.calls import Activity, Report, Waiter
-from .mesh import Axis, has_processes, is_in_python
+from .mesh import Axis, has_processes
 from .transport import (
     VALUES,
     ByRank,
@@ -233,10 +233,16 @@ class BackendTransport(Transport, Waiter):
 
 
 class PythonGroupTransport(BackendTransport):
-    """Uses torch's public collectives: BackendTransport's calls need a backend in C++."""
+    """Uses torch's public collectives, as BackendTransport's need a backend in C++: those of one
+    tensor where the group has them, otherwise those of lists, which all groups have."""
 
     def _start_gather(self, group: dist.ProcessGroup, full: Tensor, own: Tensor) -> dist.Work:
-        return _start_gather_in_python(group, full, own)
+        if full.dtype.is_complex:
+            full, own = torch.view_as_real(full), torch.view_as_real(own)
+        if _defines(group, "all_gather_single", "_allgather_base"):
+            return _work(_all_gather(full, own, group=group, async_op=True))
+        parts = list(full.chunk(self.ranks))
+        return _work(dist.all_gather(parts, own, group=group, async_op=True))
 
     def _start_reduce(self, group: dist.ProcessGroup, total: Tensor, buffer: Tensor) -> dist.Work:
         if total.dtype.is_complex:
@@ -247,31 +253,12 @@ class PythonGroupTransport(BackendTransport):
         return _work(dist.reduce_scatter(total, parts, group=group, async_op=True))
 
 
-def gather_in_group(group: dist.ProcessGroup, own: Tensor) -> Tensor:
-    """Return [ranks * n] from every rank's ``own`` [n], over any process group. Collective."""
-    full = own.new_empty(dist.get_world_size(group) * own.numel())
-    if is_in_python(group):
-        _start_gather_in_python(group, full, own).wait()
-    else:
-        _all_gather(full, own, group=group)
-    return full
-
-
 def _defines(group: dist.ProcessGroup, *methods: str) -> bool:
     """True if the class of a process group overrides a method that needs a backend in C++."""
     return any(
         getattr(type(group), name, None) is not getattr(dist.ProcessGroup, name, None)
         for name in methods
     )
-
-
-def _start_gather_in_python(group: dist.ProcessGroup, full: Tensor, own: Tensor) -> dist.Work:
-    """Start an all-gather into one tensor if the group supports it, else into a list, as all do."""
-    if full.dtype.is_complex:
-        full, own = torch.view_as_real(full), torch.view_as_real(own)
-    if _defines(group, "all_gather_single", "_allgather_base"):
-        return _work(_all_gather(full, own, group=group, async_op=True))
-    return _work(dist.all_gather(list(full.chunk(group.size())), own, group=group, async_op=True))
 
 
 def _work(work: dist.Work | None) -> dist.Work:

@@ -26,8 +26,9 @@ from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch_private
-from .._comm.backend import gather_in_group
+from .._comm.communicator import communicator
 from .._comm.host_memory import of_its_own_size
+from .._comm.mesh import axis_of
 from .._engine.group import Group
 from .._engine.state_store import store_of
 from .._engine.tensor_parallel import TensorParallel
@@ -405,7 +406,8 @@ def gathered(value: ShardedTensor, group: dist.ProcessGroup | None = None) -> to
     whole = own.new_empty(part.shape)
     if own.is_cpu:  # an offloaded value, whose group may be of a device
         own = own.to(_torch_private.default_device_of_backend(group))
-    pieces = gather_in_group(group, own).split(longest)
+    everything = communicator(axis_of(group), own.device).gather_now(own, "sharded values")
+    pieces = everything.split(longest)
     for piece, shards, its_numels in zip(pieces, by_rank.values(), numels, strict=True):
         for shard, run in zip(shards, piece[: sum(its_numels)].split(its_numels), strict=True):
             box = Box(tuple(shard.shard_offsets), tuple(shard.shard_sizes))

@@ -190,9 +190,8 @@ def begin() -> None:
     if _own is not None:
         return
     folder = os.environ.get(VARIABLE)
-    _own = Ring(0)
     try:
-        _own = Ring(dist.get_rank(), Path(folder)) if folder else _own
+        _own = Ring(dist.get_rank(), Path(folder)) if folder else Ring(0)
     except OSError as error:
         raise UsageError.of(
             f"{VARIABLE} cannot be used.",
