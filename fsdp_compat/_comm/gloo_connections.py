@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -36,6 +37,7 @@ from .transport import (
 ACK_TAG = 1 << 24  # added to the tag of a message that is read in place: the tag of its ack
 
 _NOTHING: list[Work] = []
+_NO_CONTEXT = contextlib.nullcontext()
 
 
 def _fails_if_interrupted(method: Callable[..., typing.Any]) -> Callable[..., typing.Any]:
@@ -46,10 +48,9 @@ def _fails_if_interrupted(method: Callable[..., typing.Any]) -> Callable[..., ty
     @functools.wraps(method)
     def checked(self: OverConnections, *args: typing.Any, **kwargs: typing.Any) -> typing.Any:
         try:
-            if _torch_private.is_profiling():
-                with torch.profiler.record_function(name):
-                    return method(self, *args, **kwargs)
-            return method(self, *args, **kwargs)
+            is_seen = _torch_private.is_profiling()
+            with torch.profiler.record_function(name) if is_seen else _NO_CONTEXT:
+                return method(self, *args, **kwargs)
         except StateError:  # communication has failed, or nothing was begun
             raise
         except BaseException as error:
@@ -241,7 +242,7 @@ class GlooConnections(Waiter):
         if waiting is not None:
             report = dataclasses.replace(report, lines={**report.lines, wait.rank: wait.text})
         first = f"Waiting for {what} failed: {report.cause}."
-        if report.is_circle:
+        if not report.cause:
             first = f"Waiting for {what} can never end: ranks wait for each other."
         got = str(report) or "no message"
         self._failure, activity.waiting = self._failure or f"{first} {got}", None

@@ -46,10 +46,6 @@ class Report:
     cause: str = ""
     culprit: int | None = None  # the global rank whose own error came first, if known
 
-    @property
-    def is_circle(self) -> bool:
-        return not self.cause
-
     def __str__(self) -> str:
         return "; ".join(self.lines[rank] for rank in sorted(self.lines))
 
