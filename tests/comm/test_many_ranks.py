@@ -75,6 +75,18 @@ def test_verdict_reaches_all_ranks_by_w_log_w_requests(
     )
 
 
+@pytest.mark.parametrize("silent", [0, 1])
+@pytest.mark.parametrize("last_first", [False, True])
+def test_no_rank_fails_before_all_that_stand_still_have_told(silent: int, last_first: bool) -> None:
+    with many_ranks.simulated() as clock:
+        _, members = many_ranks.stand_still(4, clock, "the head", silent, last_first=last_first)
+    assert 5.0 <= clock.now - 1000.0 <= 12.0
+    (failure,) = {each.failure for each in members[silent:]}
+    most = ["ranks 0, 1 and 3", "ranks 1 and 3"][silent]
+    assert failure.startswith(f"rank 2 began the head where {most} began the norm")
+    assert (f"\n  rank 0: {UNHEARD}" in failure) == (silent == 1)
+
+
 def test_ranks_that_go_on_ask_nothing_and_log_no_old_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

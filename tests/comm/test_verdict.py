@@ -47,3 +47,18 @@ def test_ranks_that_have_begun_the_same_wait_for_nobody() -> None:
     assert parting([{1: "a", 2: "b"}, {1: "a", 2: "b", 3: "c"}, {1: "b"}]) == 1
     assert [ranks_text([3], 1), ranks_text([0, 1], 2)] == ["rank 3", "ranks 0 and 1"]
     assert ranks_text(range(9), 9) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 1 more"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "text"),
+    [
+        (["the layers"], ["the norm"], "rank 1 began the norm where rank 0 began the layers ("),
+        (["the norm"], ["the layers", "the norm"], "rank 1 began the layers where rank 0 began"),
+        (["the layers", "the norm"], ["the norm"], "rank 1 skipped the layers, or rank 0 did it"),
+    ],
+)
+def test_of_two_ranks_none_is_said_to_be_wrong(
+    first: list[str], second: list[str], text: str
+) -> None:
+    verdict = judge([state(1, *second), state(0, *first)], True, 1040.0)
+    assert verdict and verdict.never_ends and verdict.text.startswith(text)

@@ -230,22 +230,24 @@ class Member(Waiter):
 
 
 def stand_still(
-    ranks: int, clock: Clock, other: str = "the norm", silent: int = 0
+    ranks: int, clock: Clock, other: str = "the norm", silent: int = 0, *, last_first: bool = False
 ) -> tuple[CountingStore, list[Member]]:
     """Ranks that begin the same call, but the last but one ``other``, or nothing. All but the first
-    ``silent`` ones then look each second, until all have failed, or one warns, or for 60 s."""
+    ``silent`` ones then look each second, until all have failed, or one warns, or for 60 s.
+    last_first: of each second, the last rank looks first."""
     store, world, start = CountingStore(), tuple(range(ranks)), clock.now
     lasts = ["the norm"] * (ranks - 2) + [other, "the norm"]
     members = [Member(store, rank, world, lasts[rank]) for rank in world]
     store.requests.clear()
-    events = [(start + rank / ranks, rank) for rank in world[silent:]]
+    turns = range(ranks)[:: -1 if last_first else 1]
+    events = sorted((start + turns[rank] / ranks, rank) for rank in world[silent:])
     while events[0][0] < start + 60.0 and "fsdp_compat/warning" not in store.values:
         clock.now, rank = events[0]
         clock.place = f"train.py:{rank if lasts[rank] != 'the norm' else 5} in main()"
         store.num_read, member = 0, members[rank]
         member.board.look([member])
         assert store.num_read <= board.MAX_READ == 256
-        if members[-1].failure and all(each.failure for each in members):
+        if members[-1].failure and all(each.failure for each in members[silent:]):
             break
         pause_s = member.board._next_look - clock.now  # it does nothing before
         heapq.heapreplace(events, (clock.now + max(1, math.ceil(pause_s)), rank))

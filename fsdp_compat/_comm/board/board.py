@@ -8,7 +8,8 @@ again at growing intervals:
 Where ranks part. The first rank of an axis compares what the ranks have begun (verdict.py), and
 warns on all ranks if some wait for ``warn_after_s()``. A few others stand in for it. Of more than
 ``MAX_READ`` the first of each ``GROUP`` ranks reads the group, and the first rank what those have
-found. Along an axis without tags, ranks that have begun different calls never end.
+found. Along an axis without tags, ranks that have begun different calls never end: they fail as
+soon as each rank has told what it does, or was silent at two looks.
 
 Waits that never end. A rank *lacks* what another one waits for while it has begun it less often. A
 host that waits starts nothing. So of ranks that wait, those never end of which each waits for
@@ -68,7 +69,8 @@ class Board:
         self._idle = progress.Progress()
         self._posted: Post | None = None
         self._warned_at, self._warn_s = self._since, 0.0
-        self._silent: dict[str, set[int]] = {}  # by axis: ranks without a post at the last look
+        # By axis that this rank has compared: ranks without a post at the last look
+        self._silent: dict[str, set[int]] = {}
         store.introduce(rank, Process.own())
 
     def look(self, waiters: Sequence[Waiter]) -> None:
@@ -106,8 +108,10 @@ class Board:
             self.store.post(self._rank, post)
             self._posted = post
         self._tell_of_killed_neighbours()
-        compares = [len(each.activity.members) > 1 and self._compare(each) for each in waiters]
-        if any(compares):  # the others wait for what this rank finds
+        for each in waiters:
+            if len(each.activity.members) > 1:
+                self._compare(each)
+        if self._silent:  # the others wait for what this rank finds
             self._next_look = min(now + pause_s, due) if now < due else now + pause_s
         if waiter is not None and wait is not None:
             self._end_if_it_never_ends(waiters, waiter, current, post)
@@ -158,9 +162,9 @@ class Board:
         before = map(self.store.post_of, few[: few.index(self._rank)])
         return not any(post is not None and post.is_alive for post in before)
 
-    def _compare(self, waiter: Waiter) -> bool:
-        """Compare what the ranks of an axis have begun, if this rank does it for the others: return
-        whether it does, for all or for its group."""
+    def _compare(self, waiter: Waiter) -> None:
+        """Compare what the ranks of an axis have begun, if this rank does it for all others, or for
+        its group."""
         activity, store = waiter.activity, self.store
         members, own = activity.members, activity.rank
         size = len(members) if len(members) <= MAX_READ else GROUP
@@ -168,17 +172,19 @@ class Board:
         group = members[part * size : (part + 1) * size]
         compares = self._speaks_for(members)
         if not compares and not self._speaks_for(group):
-            return False
+            return
+        last_silent = self._silent.setdefault(activity.name, set())
         posts = store.posts_of(group)
         states = merged(_state(rank, post, activity.name) for rank, post in posts.items())
         if size < len(members):
             store.tell_states(activity.name, part, states)
             if not compares:
-                return True
+                return
             groups = [members[at : at + size] for at in range(0, len(members), size)]
             states = merged(store.states_of(activity.name, groups))
         silent = {rank for each in states if each.calls is None for rank in each.ranks}
-        again = silent & self._silent.get(activity.name, set())
+        again = silent & last_silent
+        have_all_told = again == silent  # or were silent at two looks
         waits = [post.wait for post in posts.values() if post and post.wait]
         if not (waiter.is_connected or any(each.name == activity.name for each in waits)):
             again = set()  # nobody waits in this rendezvous
@@ -189,15 +195,15 @@ class Board:
         else:
             verdict = judge(states, not activity.has_tags, time.time())
         if verdict is None:
-            return True
+            return
         if verdict.never_ends and waiter.is_connected and not activity.has_tags:
-            store.report_failure(activity.name, self._rank, Report({}, verdict.text))
+            if have_all_told:  # among a few of the ranks, the odd one may look usual
+                store.report_failure(activity.name, self._rank, Report({}, verdict.text))
         elif self._warn_s and time.time() - verdict.since >= self._warn_s:
             told_at, _ = store.warning()
             if time.time() - told_at >= self._warn_s / 2:
                 self._warn_s *= 2
                 store.warn(verdict.text)
-        return True
 
     def _warn(self) -> None:
         """Log what a rank has found that compares, once."""
