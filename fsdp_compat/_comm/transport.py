@@ -14,7 +14,7 @@ import hashlib
 import itertools
 import pickle
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ class Kind(enum.IntEnum):
     REPLICATE_BACK = 3  # the second half: the sums return to all ranks
 
 
-_TEXTS = {
+KIND_TEXTS: dict[int, str] = {
     Kind.GATHER: "the all-gather",
     Kind.REDUCE: "the reduction",
     Kind.REPLICATE: "the all-reduce",
@@ -149,11 +149,11 @@ class Transport(abc.ABC):
     def before_step(self) -> None:  # noqa: B027 (a default)
         """Tell that a step of an optimizer follows."""
 
-    def new_tag(self, name: str) -> int:
-        """Return an unused tag for a group, which is called ``name`` where ranks part. All ranks
-        must call it in the same order."""
+    def new_tag(self, name: str, texts: Mapping[int, str] = KIND_TEXTS) -> int:
+        """Return the first of ``len(Kind)`` unused tags for a group, which is called ``name`` where
+        ranks part. All ranks must call it in the same order. texts: by what is added to it."""
         tag = len(Kind) * next(self._tags)
-        self.activity.names |= {tag + kind: f"{text} of {name}" for kind, text in _TEXTS.items()}
+        self.activity.names |= {tag + kind: f"{text} of {name}" for kind, text in texts.items()}
         return tag
 
     def allocate(self, numel: int, dtype: torch.dtype, zero: bool = False) -> Tensor:

@@ -20,11 +20,22 @@ from ..errors import StateError
 from .group import Group
 
 
-class Pass(enum.IntEnum):
+class Pass(enum.Enum):
     """Kinds of passes, each with barriers of its own: a backward may begin inside a forward."""
 
-    FORWARD = 0
-    BACKWARD = 2
+    # What is added to the axis's tag, see ``Transport.new_tag``: at the beginning, and at the end
+    FORWARD = 0, 1
+    BACKWARD = 2, 3
+
+    def __init__(self, begins: int, ends: int) -> None:
+        self.begins, self.ends = begins, ends
+
+
+_BARRIERS = {
+    number: f"the barrier at the {place} of a {pass_.name.lower()}"
+    for pass_ in Pass
+    for place, number in (("beginning", pass_.begins), ("end", pass_.ends))
+}
 
 
 @dataclasses.dataclass
@@ -78,7 +89,7 @@ class MappedShards:
             addresses = axis.addresses()
             if addresses != axis.mapped_at:
                 axis.mapped_at, axis.version = addresses, axis.version + 1
-            handles.append(axis.communicator.begin_barrier(axis.tag + pass_, axis.version))
+            handles.append(axis.communicator.begin_barrier(axis.tag + pass_.begins, axis.version))
         found = [
             [axis.version, *axis.communicator.end_barrier(handle, what)]
             for axis, handle in zip(self._axes, handles, strict=True)
@@ -96,7 +107,7 @@ class MappedShards:
         self._reading.discard(pass_)
         if pass_ in self._open and not self._open[pass_]:
             self._open[pass_] = [
-                (axis, axis.communicator.begin_barrier(axis.tag + pass_ + 1, int(has_raised)))
+                (axis, axis.communicator.begin_barrier(axis.tag + pass_.ends, int(has_raised)))
                 for axis in self._axes or ()
             ]
 
@@ -116,7 +127,7 @@ class MappedShards:
             axis = found.get(id(group.shard))
             if axis is None:
                 axis = found[id(group.shard)] = _Axis(
-                    group.shard, [], group.shard.new_tag("shards that ranks map")
+                    group.shard, [], group.shard.new_tag(self._label, _BARRIERS)
                 )
             axis.groups.append(group)
         mapped = [axis for axis in found.values() if not self._map(axis)]

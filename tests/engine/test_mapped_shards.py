@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import MixedPrecision, ShardingStrategy, StateError
+from fsdp_compat._state.units import model_unit_of
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.collectives import Operations, counting_sends
 from tests.support.mapped import (
@@ -245,6 +246,22 @@ def test_a_graph_of_gradients_keeps_the_values_that_it_was_made_with() -> None:
         found.append(torch.autograd.grad(first.pow(2).sum(), x)[0])
     dist.barrier()
     assert torch.equal(*found)
+
+
+@on_ranks(2, environment=MAPPED)
+def test_other_ranks_read_which_barrier_of_which_pass_a_rank_has_begun() -> None:
+    model = wide(1)
+    model(torch.ones(1, WIDTH)).sum().backward()
+    record = model_unit_of(model)
+    assert record is not None
+    activity = record.unit.groups[0].shard.activity
+    begun = [activity.name_of(tag) for tag in activity.last]
+    of_root = "of the root unit (a Wide)"
+    assert [name for name in begun if "barrier" in name] == [
+        f"the barrier at the {place} of a {direction} {of_root}"
+        for direction in ("forward", "backward")
+        for place in ("beginning", "end")
+    ]
 
 
 # -- moves of shards

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from ..board.processes import Process
 from ..gloo import GlooTransport
 from ..gloo_connections import ACK_TAG, any_awaits_readers
 from ..mesh import Axis, named
-from ..transport import VALUES, ByRank, Handle, Kind, ShardMapping, Work
+from ..transport import KIND_TEXTS, VALUES, ByRank, Handle, Kind, ShardMapping, Work
 from . import counters, shared_memory
 from .counters import Table
 from .memory_files import refusal_of
@@ -66,8 +66,8 @@ class SameHostTransport(GlooTransport):
         # not a method: a reference cycle would outlive its users, and be freed in a forked process
         self.connections.on_close = close
 
-    def new_tag(self, name: str) -> int:
-        tag = super().new_tag(name)
+    def new_tag(self, name: str, texts: Mapping[int, str] = KIND_TEXTS) -> int:
+        tag = super().new_tag(name, texts)
         if tag >= VALUES:
             raise UsageError.of(
                 "A process group has too many groups of parameters.",

@@ -177,7 +177,8 @@ def wait_for_warnings() -> None:
 
 WARNS = {"FSDP_COMPAT_WARN_AFTER": "0.3"}
 _WARNING = (
-    r"rank 1 has not begun the all-gather of (the root unit|unit '0'|shards that ranks map).*, "
+    r"rank 1 has not begun (the all-gather of (the root unit|unit '0')|"
+    r"the barrier at the beginning of a forward of the root unit).*, "
     r"which rank 0 waits for \((?P<waited_s>[\d.]+) s so far\)\.\n"
     rf"  rank 0: waits for .* from rank 1, at {HERE}:\d+ in \w+\(\), after the \w+ of .*\n"
     rf"  rank 1: is at {HERE}:\d+ in wait_for_warnings\(\), after the \w+ of .*\n"
