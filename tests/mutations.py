@@ -58,8 +58,8 @@ BREAKS = (
         f"{FRONTENDS}/training/test_calls.py -k 'leave and hook'",
     ),
     Break(
-        "small gradients of a gradient reduced by nobody",
-        "                hooks.on_gradients_of_small_params(each)\n",
+        "collected gradients of a gradient reduced by nobody",
+        "                hooks.on_gradients_of_collected_params(each)\n",
         "                pass\n",
         f"{FRONTENDS}/gradients/test_second_derivatives.py",
     ),

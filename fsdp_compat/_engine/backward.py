@@ -214,7 +214,7 @@ class BackwardRunner:
             # A backward through the graph of a gradient may pass no output of a unit.
             backward.keeps_params = True
             for each in self._units:
-                hooks.on_gradients_of_small_params(each)
+                hooks.on_gradients_of_collected_params(each)
         if self._streams is not None:
             self._streams.join()
             # Gradients of inputs that this rank's data did not use never come.
@@ -241,12 +241,13 @@ class BackwardRunner:
 
     @_torch_private.outside_transforms
     def on_gradient(self, group: Group, index: int, param: nn.Parameter) -> None:
-        """Begin a backward that passes no output of a unit. Move the accumulated gradient to the
-        buffer; with a side stream, free the previous unit's, which it has copied by now."""
+        """Take an accumulated gradient; with a side stream, which takes all in post-backward, free
+        those of the previous unit, which it has copied by now. A backward that passes no output of
+        a unit begins here."""
         self._join()
         self._backward()
         if self._side is None:
-            group.gradients.take_large(index, param)
+            group.gradients.take(index, param)
         else:
             self._side.release()
 

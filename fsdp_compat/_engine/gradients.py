@@ -24,18 +24,18 @@ from .group_memory import GroupMemory
 from .reduce import DirectGradBuffer, GradBuffer, ReduceBuffer, Reduction, Stage, predivisor
 from .store import ParamStore, ReduceForm
 
-# Parameters with so many elements have a hook each, which moves the gradient as it comes; gradients
-# of smaller ones are moved together in post-backward.
-LARGE = 65536
+LARGE = 65536  # elements
 
 
 def is_large(param: nn.Parameter) -> bool:
-    """True for a parameter with a gradient hook of its own; never for tensor subclasses."""
+    """True for a parameter that may have a gradient hook of its own; never for tensor
+    subclasses."""
     return param.numel() >= LARGE and _torch_private.is_plain(param)
 
 
-class _SmallParams(typing.NamedTuple):
-    """The unsharded parameters without a hook, in all dtypes computed in."""
+class _CollectedParams(typing.NamedTuple):
+    """The unsharded parameters whose gradients wait for ``collect``, in all dtypes computed in: the
+    small ones or, as Group decides, all."""
 
     params: list[nn.Parameter]
     indices: list[int]
@@ -50,13 +50,13 @@ class Gradients:
         store: ParamStore,
         memories: Sequence[GroupMemory],
         axes: ReduceAxes,
-        large: Collection[nn.Parameter],
+        taken_at_once: Collection[nn.Parameter],
         precision: Precision,
         device: torch.device,
         behavior: Behavior | None,
     ) -> None:
-        """large: unsharded parameters with a hook each (see ``take_large``). behavior: of the unit,
-        if the user may change it; sharded parameters are DTensors then."""
+        """taken_at_once: unsharded parameters that have a hook each, which calls ``take``.
+        behavior: None where the group is flat (``Group.is_flat``)."""
         self.what = "gradients"  # for errors
         # Called before a buffer takes memory; BackwardRunner sets it.
         self.limit_in_flight: Callable[[], None] = lambda: None
@@ -74,9 +74,9 @@ class Gradients:
             (index, param)
             for memory in memories
             for index, param in enumerate(memory.unsharded_params)
-            if param not in large
+            if param not in taken_at_once
         ]
-        self.small = _SmallParams(
+        self.collected = _CollectedParams(
             [param for _, param in params], [index for index, _ in params], [None] * len(params)
         )
 
@@ -91,7 +91,7 @@ class Gradients:
     @property
     def have_come(self) -> bool:
         """True if gradients were received, or are in ``.grad`` of unsharded parameters."""
-        params, _, nones = self.small
+        params, _, nones = self.collected
         return bool(self.received) or any(map(operator.is_not, map(_grad, params), nones))
 
     @property
@@ -126,7 +126,7 @@ class Gradients:
 
     # -- in every backward
 
-    def take_large(self, index: int, param: nn.Parameter) -> None:
+    def take(self, index: int, param: nn.Parameter) -> None:
         """Move the gradient of a parameter with a hook to the buffer: a large one, or any in a
         backward that creates a graph."""
         grad, param.grad = param.grad, None
@@ -134,8 +134,8 @@ class Gradients:
             self._put([index], [grad])
 
     def collect(self) -> None:
-        """Move the gradients of the small parameters from ``.grad`` to the buffer."""
-        params, indices, nones = self.small
+        """In post-backward: move the other gradients from ``.grad`` to the buffer together."""
+        params, indices, nones = self.collected
         grads = list(map(_grad, params))
         if not any(map(operator.is_not, grads, nones)):
             return
@@ -260,8 +260,8 @@ class Gradients:
                 param.grad = None
 
     def bypassed_hooks(self) -> int | None:
-        """Return the index of a small parameter whose gradient bypassed all hooks, or None."""
-        pairs = zip(self.small.indices, self.small.params, strict=True)
+        """Return the index of a parameter whose gradient bypassed all hooks, or None."""
+        pairs = zip(self.collected.indices, self.collected.params, strict=True)
         return next((index for index, param in pairs if param.grad is not None), None)
 
 

@@ -72,20 +72,23 @@ class Group:
         axes = ReduceAxes(
             self.shard, self.replica, tag, tag, self.offload, mesh.one_group, mesh.is_hybrid
         )
-        # Gradients of large parameters are moved to the reduce buffer as they come; on a side
-        # stream all together. If backward begins with all units unsharded, post-backward moves
-        # them: a buffer wider than the parameters must not be allocated before the first reshard.
+        # Gradients of large parameters are moved to the reduce buffer as they come, others in
+        # post-backward. So are all on a side stream, and where backward begins with all units
+        # unsharded: a buffer wider than the parameters must not be allocated before a reshard.
         on_side = side_stream(device, "reduce") is not None
-        streamed = not on_side and (
+        takes_large = not on_side and (
             reshard_after_forward or precision.reduce.itemsize <= precision.gather.itemsize
         )
         params = [param for memory in self.memories for param in memory.unsharded_params]
-        large = {param for param in params if streamed and is_large(param)}
-        self.gradients = Gradients(store, self.memories, axes, large, precision, device, behavior)
+        taken_at_once = {param for param in params if takes_large and is_large(param)}
+        self.gradients = Gradients(
+            store, self.memories, axes, taken_at_once, precision, device, behavior
+        )
         self.partial: PartialShard | None = None  # the front end sets it
-        if on_side:  # the first large gradient frees the previous unit's, which were copied
-            large = set([p for p in self.memory.unsharded_params if is_large(p)][-1:])
-        self.requires_grad = RequiresGrad(store, self.memories, large)
+        hooked = taken_at_once
+        if on_side:  # the first large gradient, of the last parameter, frees the previous unit's
+            hooked = set([p for p in self.memory.unsharded_params if is_large(p)][-1:])
+        self.requires_grad = RequiresGrad(store, self.memories, hooked)
         self.set_name("a unit")
 
     @property

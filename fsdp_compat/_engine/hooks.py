@@ -216,8 +216,8 @@ def _can_be_watched(tensor: Tensor, device: torch.device) -> bool:
 
 
 def on_gradient_of_param(unit: Unit, group: Group, index: int, param: nn.Parameter) -> None:
-    """Let ``on_gradient`` move the gradient of a large unsharded parameter once it is accumulated.
-    The hook holds weak references: the garbage collector does not see cycles through it."""
+    """Call ``on_gradient`` when the gradient of an unsharded parameter is accumulated. The hook
+    holds weak references: the garbage collector does not see cycles through it."""
     unit_reference, group_reference = weakref.ref(unit), weakref.ref(group)
 
     def hook(param: nn.Parameter) -> None:
@@ -229,11 +229,11 @@ def on_gradient_of_param(unit: Unit, group: Group, index: int, param: nn.Paramet
     param.register_post_accumulate_grad_hook(hook)
 
 
-def on_gradients_of_small_params(unit: Unit) -> None:
-    """From now on, let ``on_gradient`` take the gradients of small parameters as well."""
+def on_gradients_of_collected_params(unit: Unit) -> None:
+    """From now on, call ``on_gradient`` for gradients that wait for ``collect`` as well."""
     for group in set(unit.groups) - set(_with_hooks):
         _with_hooks.add(group)
-        for param, index in zip(*group.gradients.small[:2], strict=True):
+        for param, index in zip(*group.gradients.collected[:2], strict=True):
             if param.requires_grad:
                 on_gradient_of_param(unit, group, index, param)
 

@@ -16,16 +16,16 @@ class RequiresGrad:
     """Keeps requires_grad of unsharded parameters equal to that of the sharded ones."""
 
     def __init__(
-        self, store: ParamStore, memories: Sequence[GroupMemory], large: Collection[nn.Parameter]
+        self, store: ParamStore, memories: Sequence[GroupMemory], hooked: Collection[nn.Parameter]
     ) -> None:
-        """large: unsharded parameters that each need a hook once they are trainable."""
+        """hooked: unsharded parameters that each need a hook once they are trainable."""
         self._store, self._memories = store, memories
         self._last = [param.requires_grad for param, _ in store.sharded_params]
-        self._without_hook = set(large)
+        self._without_hook = set(hooked)
 
     def follow(self, where: str) -> list[tuple[int, nn.Parameter]]:
-        """Apply changes since the last call. Return (index, parameter) of large parameters that now
-        need a hook. Raises StateError if parts of a FlatParameter disagree. where: for errors."""
+        """Apply changes since the last call. Return (index, parameter) of those that now need a
+        hook. Raises StateError if parts of a FlatParameter disagree. where: for errors."""
         found = []
         for position, (sharded_param, indices) in enumerate(self._store.sharded_params):
             before = sharded_param.requires_grad

@@ -18,9 +18,9 @@ With ``ranks`` shard ranks, S elements per rank, and P parameters in the group:
     unsharded           P original  store, kept by             with all_gather_output, which they
     parameters          shapes      GroupMemory                view; otherwise in own storages, from
                                                                the copy to ``reshard``
-    .grad of those      P original  autograd                   until ``take_large`` (large ones,
-                        shapes                                 at once) or ``collect`` (the others,
-                                                               in post-backward)
+    .grad of those      P original  autograd                   until ``take`` (large ones, at once)
+                        shapes                                 or ``collect`` (in post-backward: the
+                                                               others; on a device, all)
     reduce buffer       [ranks*S]   ReduceBuffer               from the first received gradient to
                                                                the end of the reduce-scatter; inside
                                                                no_sync between backwards, too

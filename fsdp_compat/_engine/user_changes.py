@@ -57,14 +57,15 @@ class Addresses:
 class ExternalChanges:
     """Whether the user has changed anything since the last ``record``, by a few C calls.
 
-    If gradients of small unsharded parameters are None, and requires_grad and the memory of
+    If gradients that wait for ``Gradients.collect`` are None, and requires_grad and the memory of
     parameters are the same, units need not be checked one by one, which costs a dozen calls each.
     """
 
     def __init__(self, groups: Iterable[Group]) -> None:
         groups = list(groups)
-        self._small_params = [param for group in groups for param in group.gradients.small.params]
-        self._of_small_params = [group for group in groups for _ in group.gradients.small.params]
+        collected = [(group, p) for group in groups for p in group.gradients.collected.params]
+        self._collected_params = [param for _, param in collected]
+        self._of_collected_params = [group for group, _ in collected]
         sharded = [param for group in groups for param, _ in group.store.sharded_params]
         memories = [memory for group in groups for memory in group.memories]
         unsharded = [param for memory in memories for param in memory.unsharded_params]
@@ -104,9 +105,9 @@ class ExternalChanges:
         return {group for group, _, _ in written}
 
     def groups_with_gradients(self) -> set[Group]:
-        """Return the groups in which small parameters have gradients."""
-        have_come = map(operator.is_not, map(_grad, self._small_params), _NONES)
-        return set(itertools.compress(self._of_small_params, have_come))
+        """Return the groups in which gradients wait for ``Gradients.collect``."""
+        have_come = map(operator.is_not, map(_grad, self._collected_params), _NONES)
+        return set(itertools.compress(self._of_collected_params, have_come))
 
     def is_intact(self) -> bool:
         """True if nothing has changed since ``record`` and no gradient was left."""
