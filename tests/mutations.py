@@ -444,13 +444,13 @@ BREAKS = (
     ),
     Break(
         "sums without all-reduce dropped",
-        "total, received = total.add(earlier_total), received | earlier_received",
-        "received = received | earlier_received",
+        "total, used = total.add(earlier_total), used | earlier_used",
+        "used = used | earlier_used",
         f"{FULLY_SHARD}/test_parity.py -k four_ranks",
     ),
     Break(
         "gradients for parameters that received none",
-        "if len(received) < len(self.form.indices):\n            read = ",
+        "if len(used) < len(self.form.indices):\n            read = ",
         "if False:\n            read = ",
         f"{FULLY_SHARD}/test_programs.py -k random_programs_train",
     ),

@@ -28,7 +28,7 @@ _GRAD, _NONES = itertools.repeat("grad"), itertools.repeat(None)
 class _Recorded(typing.NamedTuple):
     grad: Tensor
     version: int
-    is_shown: bool  # zeros with a minus sign, until the next backward
+    is_shown: bool  # grad is the zeros of ``record``, until the next backward
 
 
 class ShardedGrads:
@@ -59,7 +59,7 @@ class ShardedGrads:
         self.num_held = len(self._params) - len(self._absent)  # that this rank has a part of
         self.recorded: list[_Recorded | None] = []  # None: has no gradient in the buffer
         # Positions with gradients in the buffer, even if the parameter was frozen since.
-        self._waiting = set[int]()
+        self._in_buffer = set[int]()
         if grad_dtype is not None:
             for param in self._params:
                 grad, param.grad = param.grad, None  # an existing gradient is converted
@@ -69,7 +69,7 @@ class ShardedGrads:
     def accumulate(self, grads: Sequence[Tensor | None], axes: ReduceAxes, what: str) -> None:
         """Assign reduced gradients, one per sharded parameter, or add them to existing ones."""
         params, is_dtensor = self._params, self.is_dtensor
-        waiting, self._waiting = self._waiting, set()
+        in_buffer, self._in_buffer = self._in_buffer, set()
         if _torch_private.have_gradient_hooks(params):
             axes.wait_until_writable(what)
             grads = list(map(_torch_private.after_gradient_hooks, params, grads))
@@ -85,8 +85,11 @@ class ShardedGrads:
             return
         taken, sums, addends = list[nn.Parameter](), list[Tensor](), list[Tensor]()
         for position, (param, grad) in enumerate(zip(params, grads, strict=True)):
-            is_taken = param.requires_grad or position in waiting
-            if grad is None if is_dtensor else not is_taken:
+            if is_dtensor:
+                is_taken = grad is not None  # None: the parameter is unused
+            else:  # None: this rank has no part of it; ``.grad`` may be zeros of ``record``
+                is_taken = param.requires_grad or position in in_buffer
+            if not is_taken:
                 continue
             taken.append(param)
             if param.grad is None or grad is None:
@@ -127,9 +130,9 @@ class ShardedGrads:
 
     def record(self, zeros: Sequence[Tensor | None] = ()) -> None:
         """Record every ``.grad`` after a backward without communication. Even parameters of which
-        this rank has no part get one, so that zero_grad clears the same on all ranks. zeros: for
-        DTensors, which show them until the next backward, where ``.grad`` is None. Their sign tells
-        zeroed ones from scaled ones."""
+        this rank has no part get one, so that zero_grad clears the same on all ranks. zeros: -0.0,
+        for DTensors, which show them until the next backward where ``.grad`` is None: zeroed, they
+        are +0.0, and scaled, still -0.0."""
         self.recorded = []
         for position, param in enumerate(self._params):
             is_shown = self.is_dtensor and param.grad is None
@@ -138,8 +141,8 @@ class ShardedGrads:
             elif param.grad is None and param.requires_grad:
                 param.grad = torch.zeros_like(param, dtype=self._dtype)
             if self.is_dtensor or param.requires_grad:
-                self._waiting.add(position)
-            grad, is_recorded = param.grad, position in self._waiting
+                self._in_buffer.add(position)
+            grad, is_recorded = param.grad, position in self._in_buffer
             self.recorded.append(
                 _Recorded(grad, grad._version, is_shown)
                 if grad is not None and is_recorded
@@ -156,7 +159,7 @@ class ShardedGrads:
                 continue
             if param.grad is not before.grad:
                 replaced.append(position)
-                self._waiting.discard(position)
+                self._in_buffer.discard(position)
                 continue
             if before.grad._version != before.version:
                 local = _torch_private.local_part(before.grad)
@@ -164,7 +167,7 @@ class ShardedGrads:
                     continue
                 if before.is_shown and not local.numel():
                     empty.append(position)
-                elif not (before.is_shown and local.signbit().any()):
+                elif not (before.is_shown and local.signbit().any()):  # -0.0: scaled
                     zeroed.append(position)
             if before.is_shown:
                 param.grad = None

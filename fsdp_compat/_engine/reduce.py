@@ -25,7 +25,18 @@ from .store import ParamStore, ReduceForm
 
 
 class Stage(enum.Enum):
-    """What the next stage of a reduction does."""
+    """What the next stage of a reduction does. It has these, by the ranks and transports of both
+    axes (``reduce_steps``, ``all_reduce_steps``):
+
+        axis           over the shard axis                  then over replicas
+        -------------  -----------------------------------  ----------------------------
+        one rank       -                                    -
+        a backend      SUM                                  WAIT
+        gloo           SUM                                  MESSAGES, WAIT
+        several hosts  HOST, WAIT; with replicas: MESSAGES  HOST, 3 times MESSAGES, WAIT
+
+    The user's reduce-scatter has MESSAGES instead, the user's all-reduce hook adds WAIT, and marks
+    on a device add READ."""
 
     SUM = enum.auto()  # waits for the sum over the shard axis, frees the buffer, and may send
     HOST = enum.auto()  # waits only for ranks of this host, and sends
@@ -34,7 +45,8 @@ class Stage(enum.Enum):
     READ = enum.auto()  # makes the host wait for a device, so it is left for the end
 
 
-# of a reduction; the last yields the gradients of all sharded parameters
+# of a reduction; the last yields the gradients of all sharded parameters. None, if unused or not
+# summed over replicas yet, only with fully_shard: there, unsharded ones have the same indices.
 Stages = Iterator[Sequence[Tensor | None] | Stage]
 
 
@@ -112,8 +124,7 @@ class ReduceBuffer:
 
     def put(self, indices: Sequence[int], grads: list[Tensor]) -> None:
         """Assign gradients not yet received, and add the others. grads: in the shapes of unsharded
-        parameters ``indices``, of any dtype. An index may come twice. May empty ``grads``, so that
-        each is freed once it was copied."""
+        parameters ``indices``, of any dtype. An index may come twice."""
         received = self.received
         if not received:
             self._allocate()
@@ -209,11 +220,12 @@ class ReduceBuffer:
         """Reduce the gradients, with zeros for those not received. At the end of backward, the
         stages of all groups are interleaved, so that ranks that finish groups in different orders
         cannot deadlock. Collective: the group."""
-        axes, dtype, received = self._axes, self._own.buffer.dtype, self.indices
+        axes, dtype = self._axes, self._own.buffer.dtype
+        used = self.indices  # parameters that get gradients whatever the marks say
         self._zero_missing()
         if policy.finds_unused:
-            received = frozenset(self.received)
-            self._mark(received)
+            used = frozenset(self.received)
+            self._mark(used)
         elif policy.all_reduce_hook is not None:
             self._mark(())  # the hook sees no marks
         self.received.clear()
@@ -236,11 +248,11 @@ class ReduceBuffer:
             wide, total = total, total.to(dtype)
         if axes.have_replicas:
             if self._partial is not None:
-                earlier_total, earlier_received = self._partial
-                total, received = total.add(earlier_total), received | earlier_received
+                earlier_total, earlier_used = self._partial
+                total, used = total.add(earlier_total), used | earlier_used
                 self._partial = None
             if axes.is_hybrid and not policy.over_replicas:
-                self._partial = total, received
+                self._partial = total, used
                 yield [None] * len(self.views.params[:-1])
                 return
             if axes.replica.ranks > 1 and not (policy.hook is not None and axes.one_group):
@@ -254,7 +266,7 @@ class ReduceBuffer:
             total = wide.copy_(total)  # the gradients need no further memory
         total = total if total.dtype is self._grad_dtype else total.to(self._grad_dtype)
         grads = self.form.grads(axes.offload.to_host(total))
-        if len(received) < len(self.form.indices):
+        if len(used) < len(self.form.indices):
             read = read_later(self.form.marks(total))
             if has_streams(total.device):
                 yield Stage.READ
