@@ -28,7 +28,7 @@ from .communicators import Communicators
 from .group import Group
 from .preparation import is_uninitialised
 from .unit import Residency, Unit
-from .user_changes import ExternalChanges, check_before_steps
+from .user_changes import ExternalChanges, register_before_steps
 
 
 class Checks:
@@ -37,11 +37,12 @@ class Checks:
     def __init__(self, root: Unit, units: Sequence[Unit], communicators: Communicators) -> None:
         self._root, self._units, self._communicators = root, units, communicators
         self.changes = ExternalChanges(())
-        check_before_steps(self)
-        # Whether every parameter and buffer has values, checked before the first forward. In a
-        # simulation on the meta device none has; with fully_shard it is up to the user.
-        self._has_values = root.options.device.type == "meta" or not any(
-            unit.freshness is None for unit in units
+        register_before_steps(self)
+        # In the first forward, flat units are compared over the ranks, and need values: not in a
+        # simulation on the meta device. ShardedModules of fully_shard compares when it makes the
+        # runtime, and leaves values to the user.
+        self._checks_first_forward = root.options.device.type != "meta" and any(
+            u.is_flat for u in units
         )
 
     def use_groups(self, groups: Iterable[Group]) -> None:
@@ -55,10 +56,11 @@ class Checks:
             self._check_units()
             if not any(unit.view.summoned for unit in self._units):  # these were not checked
                 self.changes.record()
-        if not self._has_values:
+        if self._checks_first_forward:
             device = self._root.options.device
             agreement.require_units_alike(self._units, device, self._root.label)
             self._require_values()
+            self._checks_first_forward = False
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Before a step, wait for copies of offloaded shards, which a forward without a backward
@@ -116,7 +118,6 @@ class Checks:
                 where=self._root.label,
                 fix="fill them in reset_parameters() or param_init_fn",
             )
-        self._has_values = True
         for unit in self._units:
             unit.uninitialised = []
 

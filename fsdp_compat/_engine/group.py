@@ -49,8 +49,8 @@ class Group:
         reshard_after_forward: bool = True,
         behavior: Behavior | None = None,
     ) -> None:
-        """offload: the shard is on the CPU. behavior: of the unit, if the user may change it;
-        sharded parameters are DTensors then. Collective: the mesh, once per process group."""
+        """offload: the shard is on the CPU. behavior: of the unit, if the user may change it (see
+        ``is_flat``). Collective: the mesh, once per process group."""
         self.store, self.device, self.behavior = store, device, behavior
         precision = precision.for_grads_of(store.sharded_params[0].parameter)
         self.offload: OffloadPolicy = on_host(device) if offload else ON_DEVICE
@@ -62,13 +62,13 @@ class Group:
         self.memory = self.memories[0]  # of the dtype computed in now
         self.shard: Transport = communicator(mesh.shard, device)
         self.replica: Transport = communicator(mesh.replica, device)
-        assert all(each.ranks > 1 for each in self.tensor_parallel)  # connected once, here
+        _ = self.tensor_parallel  # connects along these axes
         self.tags: dict[Transport, int] = {}  # by axis of several ranks, once these agree
         all_groups[self] = [line for _, line in traceback.walk_stack(None)]
         self._all_gather = AllGather(store, self.shard, device, self.offload)
         self._custom = CustomAllGather(store, self.shard, device, self.offload, behavior)
         self._source: Source = IN_PLACE  # of unsharded values, until they are readable or given up
-        tag = -id(self)
+        tag = -id(self)  # of no other group, until ranks have agreed on one: see `use_tag`
         axes = ReduceAxes(
             self.shard, self.replica, tag, tag, self.offload, mesh.one_group, mesh.is_hybrid
         )
@@ -90,6 +90,13 @@ class Group:
             hooked = set([p for p in self.memory.unsharded_params if is_large(p)][-1:])
         self.requires_grad = RequiresGrad(store, self.memories, hooked)
         self.set_name("a unit")
+
+    @property
+    def is_flat(self) -> bool:
+        """True for FullyShardedDataParallel. False for fully_shard, with all that follows: sharded
+        parameters are DTensors that other code can use (so the store is not guarded), the user may
+        change the unit's behavior, and it may stay unsharded over passes (Freshness)."""
+        return self.behavior is None
 
     @property
     def gather_dtype(self) -> torch.dtype:

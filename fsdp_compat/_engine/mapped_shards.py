@@ -187,7 +187,7 @@ def _views(group: Group) -> bool:
     """True if parameters view the mapped shards. They are copied out of them if they are cast, are
     not contiguous there, or may be kept by the user while shards change."""
     return (
-        group.behavior is None
+        group.is_flat
         and not group.memories[0].copied_from_output
         and group.gather_dtype == group.store.dtype
     )

@@ -46,8 +46,9 @@ class Order:
     def __init__(self) -> None:
         self._last: list[Unit] = []
         self._now: list[Unit] = []
-        self.to_issue: list[Unit] = []  # where the order is fixed
-        self.after_gather: Callable[[Unit], None] = lambda unit: None  # the same
+        # Where the order is fixed: the units to gather yet, and what is called after each
+        self.to_issue: list[Unit] = []
+        self.after_gather: Callable[[Unit], None] = lambda unit: None
 
     def restart(self, to_issue: Sequence[Unit] = ()) -> None:
         self._last, self._now, self.to_issue = self._now or self._last, [], list(to_issue)
@@ -191,7 +192,8 @@ class Gathering:
     @functools.cached_property
     def in_backward(self) -> list[Unit]:
         """The units as backward reaches them: the last before the first, but units around others
-        before these."""
+        before these. The root 0, 1, 2 inside 1, and 3 come as 0, 3, 1, 2, sorted by [0], [0, -3],
+        [0, -1], [0, -1, -2]."""
         inside, units = [set(unit.attributes.modules) for unit in self._units], self._units
         around = {u: [-i for i, modules in enumerate(inside) if u.module in modules] for u in units}
         return sorted(units, key=around.__getitem__)
@@ -243,13 +245,25 @@ class Gathering:
             following.start_unshard(following.wanted_dtype())
 
     def after_forward(self, unit: Unit, in_graph: bool) -> None:
-        """End the last running call of ``unit``. in_graph: backward will use it."""
+        """End the last running call of ``unit``. in_graph: backward will use it.
+
+            reshard_after_forward, unit                in_graph  residency  shows
+            -----------------------------------------  --------  ---------  ---------
+            False, of fully_shard                      any       UNSHARDED  unsharded
+            False, flat                                True      UNSHARDED  sharded
+            False, flat, where ``keep_unsharded`` can  False     UNSHARDED  sharded
+            True, with partial_ranks                   True      PARTIAL    rows
+            True, first in backward, or a flat root    True      UNSHARDED  sharded
+            otherwise, and in a fixed order            any       SHARDED    sharded
+
+        What is not SHARDED is resharded in post-backward, and by the next forward, unless the unit
+        ``stays_unsharded``."""
         behavior, is_fixed = unit.behavior, self.rounds.is_fixed_order
         # In a fixed order none is kept, so that ranks gather the same units again.
-        keeps, is_flat = in_graph and not is_fixed, unit.freshness is None
+        keeps = in_graph and not is_fixed
         unit.pinned = False
         if not (behavior.reshard_after_forward or is_fixed):
-            if not is_flat:  # even after a forward without a graph: generation calls it repeatedly
+            if not unit.is_flat:  # even without a graph: generation calls forward repeatedly
                 unit.views_of_users.watch(in_graph)
             elif in_graph:
                 unit.view.show_sharded()
@@ -257,7 +271,7 @@ class Gathering:
                 unit.keep_unsharded()
         elif keeps and behavior.partial_ranks:
             unit.reshard_to_partial()
-        elif keeps and (unit is self._first_in_backward or (is_flat and unit.is_root)):
+        elif keeps and (unit is self._first_in_backward or (unit.is_flat and unit.is_root)):
             unit.view.show_sharded()
         else:
             unit.reshard()

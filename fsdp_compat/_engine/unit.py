@@ -208,14 +208,14 @@ class Unit:
         modules: Sequence[nn.Module] = (),
         behavior: Behavior | None = None,
     ) -> None:
-        """modules: if several modules' calls are the unit's. behavior: if users may change it."""
+        """modules: if several modules' calls are the unit's. behavior: see ``Group.is_flat``."""
         self.modules, self.groups, self.options = tuple(modules) or (module,), list(groups), options
         self.buffers: CastBuffers | None = None  # those that are cast, if any
         self.behavior = behavior or Behavior(options.reshard_after_forward)
-        # None: the unit is unsharded only inside and between forward and backward, and modules show
-        # sharded parameters in between.
+        # None for flat units: they are unsharded only inside and between forward and backward, and
+        # modules show sharded parameters in between.
         self.freshness = None if behavior is None else Freshness([g.store for g in groups])
-        # Without it: while the unit stays unsharded after a forward without a graph
+        # Of a flat unit, while ``keep_unsharded`` keeps it after a forward without a graph
         self.kept: Freshness | None = None
         # Set by the user's unshard(), until the next forward has ended or reshard() is called.
         self.pinned = False
@@ -238,6 +238,11 @@ class Unit:
     @property
     def module(self) -> nn.Module:
         return self.modules[0]
+
+    @property
+    def is_flat(self) -> bool:
+        """See ``Group.is_flat``."""
+        return self.freshness is None
 
     @property
     def is_guarded(self) -> bool:

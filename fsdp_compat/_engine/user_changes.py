@@ -73,12 +73,12 @@ class ExternalChanges:
         self.sharded = Addresses(sharded)
         self._unsharded = Addresses(map(_torch_private.local_part, unsharded))
         self._recorded: list[bool] | None = None  # requires_grad
-        # Sharded parameters, with the unsharded ones that have their values. Where the user may
-        # change units at any time (fully_shard), written parameters are gathered again instead.
+        # Sharded parameters, with the unsharded ones that have their values. With fully_shard,
+        # written parameters are gathered again instead.
         self._written = [
             (group, param, [m.unsharded_params[i] for m in group.memories for i in indices])
             for group in groups
-            if group.behavior is None
+            if group.is_flat
             for param, indices in group.store.sharded_params
             if not param.is_inference()
         ]
@@ -128,10 +128,11 @@ class ExternalChanges:
 class _Steps:
     def __init__(self) -> None:
         self.of_copies = 0  # see `add`
-        self.units: weakref.WeakSet[Freshness] = weakref.WeakSet()
+        self.freshness: weakref.WeakSet[Freshness] = weakref.WeakSet()  # of units
         self.fused = WeakIdKeyDictionary()  # parameters whose fused writes are counted
         self.checks: weakref.WeakSet[Any] = weakref.WeakSet()  # objects with ``before_step()``
-        self.are_seen = False  # whether `check` and `add` are hooks of all optimizers
+        # Whether `check` and `add` are hooks of all optimizers (_torch_patches/optimizer_hooks.py)
+        self.are_seen = False
 
     def see(self) -> Callable[[], None]:
         """Steps are seen from now on; some may have been missed. Return what ends that."""
@@ -151,10 +152,10 @@ class _Steps:
         held = {id(param): param for group in optimizer.param_groups for param in group["params"]}
         storages = set(map(_torch_private.storage_key, filter(_has_storage, held.values())))
         known: set[int] = set()
-        for unit in self.units:
-            own = held.keys() & unit.ids
-            if own or (storages and unit.is_in(storages)):
-                unit.num_steps += 1
+        for each in self.freshness:
+            own = held.keys() & each.ids
+            if own or (storages and each.is_in(storages)):
+                each.num_steps += 1
             known |= own
         if any(_torch_private.is_dtensor(held[other]) for other in held.keys() - known):
             self.of_copies += 1
@@ -165,7 +166,7 @@ class _Steps:
 
 
 steps = _Steps()
-check_before_steps = steps.checks.add
+register_before_steps = steps.checks.add
 
 
 def count_fused_writes(params: Iterable[Tensor]) -> None:
@@ -188,7 +189,7 @@ class Freshness:
         self.ids = frozenset(map(id, self._params))
         self.num_steps = 0  # of optimizers that hold some of them
         self._recorded: list[int] = []
-        steps.units.add(self)
+        steps.freshness.add(self)
 
     def is_in(self, storages: Collection[int]) -> bool:
         """True if one of these storages, given by their keys, holds a parameter's local tensor."""
