@@ -168,9 +168,9 @@ class BackwardRunner:
             backward.not_passed = list(self._units)
 
     def _reduce_passed(self, unit: Unit) -> None:
-        """After a unit was gathered in the fixed order: end the post-backward of units that
-        backward has passed on all ranks. These are the units behind it, but not inside it.
-        Collective: the model."""
+        """After a unit was gathered in the fixed order (``Gathering.in_backward``): run the
+        post-backward of units that backward has passed on all ranks. These are the units behind it,
+        but not inside it: in the example there, 3 when 1 is gathered. Collective: the model."""
         backward = self._current()
         if backward is None or not backward.not_passed:
             return

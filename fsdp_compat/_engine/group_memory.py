@@ -148,7 +148,8 @@ class GroupMemory:
             storage.free()
 
     def use_mapping(self, store: ParamStore, mapping: ShardMapping) -> None:
-        """From now on view the mapped shards, without all-gathers. Only while sharded, at first."""
+        """From now on view the mapped shards, without all-gathers. Only while sharded, unless the
+        parameters view them already."""
         if mapping is self.viewed_mapping:
             return
         self.viewed_mapping = mapping

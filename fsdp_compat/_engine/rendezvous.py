@@ -5,7 +5,7 @@
     require_all_ranks_once(call, groups)  the same, for the first such call of the groups
     nested(call, groups)             the same as a context; calls inside do not check again
     register(groups)                 once, by the constructor that makes the groups
-    agree(groups)                    when the groups are first used: numbers them
+    number_groups(groups)            when the groups are first used: gives them tags
 
 ``call`` is the name that users know, such as "state_dict". The ranks that split one copy of the
 groups take part; with ``copies=True`` also those with the other copies. A call without groups, or
@@ -61,7 +61,7 @@ def register(groups: Iterable[Group]) -> None:
             rendezvous_of(communicator.members)
 
 
-def agree(groups: Sequence[Group], *, copies: bool = True) -> None:
+def number_groups(groups: Sequence[Group], *, copies: bool = True) -> None:
     """Number groups at their first use: single ranks may have made others before. Collective.
     Raises UsageError, on all ranks, if these use different models."""
     for axis in _communicators(groups, copies):
@@ -123,7 +123,7 @@ def require_all_ranks(
         if rendezvous is not None:
             rendezvous.meet(f"{call}()", f"{name} {tag}", name)
             done.append(frozenset(members) if len(waits) > 1 else frozenset())
-    agree(groups, copies=copies)
+    number_groups(groups, copies=copies)
 
 
 def require_all_ranks_once(call: str, groups: Iterable[Group]) -> None:

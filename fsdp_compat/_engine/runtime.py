@@ -117,6 +117,8 @@ class Runtime:
                     self.post_forward(call, unit, has_raised=True)
                 raise
             _torch_private.set_compiler(None)
+            # Backward may begin at any tensor that the call has made: an output, or one that it has
+            # put into attributes of modules or, in place or in a container, into its inputs.
             if type(output) is Tensor:
                 output = call.let_leave(output, True)
             else:
@@ -201,7 +203,7 @@ class Runtime:
         progress.record_error(None)
         self._checks.before_forward()
         if not self.has_run:
-            rendezvous.agree(self.groups)
+            rendezvous.number_groups(self.groups)
         self.has_run = True
         for unit in self._units_with_parts:
             unit.view.begin_hiding_parts()

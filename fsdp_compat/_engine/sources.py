@@ -199,7 +199,7 @@ class PartialShard(AllGather):
         memory.allocate_params()
         if self._rows.copies[0]:
             _torch_private.copy_together(*self._rows.copies)
-        self.drop(what)
+        self.drop(what)  # nothing is in flight any more: this only frees the rows
 
     def drop(self, what: str) -> None:
         super().drop(what)

@@ -261,7 +261,7 @@ class ShardedModules:
             )
             runtime = Runtime(units[0], units, list(states.values()), options)
             runtime.backward.reduces_on_finalize = self.reduces_on_finalize
-            rendezvous.agree(runtime.groups)
+            rendezvous.number_groups(runtime.groups)
             for state in states:
                 state.runtime = runtime
             return runtime
