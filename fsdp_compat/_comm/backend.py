@@ -93,19 +93,18 @@ class BackendTransport(Transport, Waiter):
             self._stepped = torch.accelerator.current_stream(self.device).record_event()
 
     def end_wait(self) -> None:
-        """The host, and the device, may wait in any call. Called by the thread of the board."""
-        report, group = self.activity.diagnosis, self.group()
+        report, group, device = self.activity.diagnosis, self.group(), self.device
         if report is None or group is None or self._failure:
             return
         self._failure = report.cause or str(report)
         if self._stepped is not None and not self._stepped.query():
             self._failure += f"\n{_LOST}"
-        on_streams = self.device.type not in ("cpu", "meta")
-        # The next call tells a host that waits for nothing.
-        if on_streams and not torch.accelerator.current_stream(self.device).query():
+        on_streams = device.type not in ("cpu", "meta")
+        device_waits = on_streams and not torch.accelerator.current_stream(device).query()
+        if device_waits:  # the host may be in any code, even in a wait that returns when aborted
             first = "Communication between the ranks can never end, and was aborted."
             progress.raise_soon(communication_error(first, self._failure, self.rank, self.members))
-        group.abort()
+        group.abort()  # otherwise a wait of the host, or the next call, raises the error
 
     def close(self, report: Report | None) -> None:
         group = self.group()

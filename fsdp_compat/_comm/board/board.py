@@ -69,7 +69,8 @@ class Board:
         self._idle = progress.Progress()
         self._posted: Post | None = None
         self._warned_at, self._warn_s = self._since, 0.0
-        # By axis that this rank has compared: ranks without a post at the last look
+        # By axis that this rank has compared: ranks without a post at the last look. Only after a
+        # second one are they silent: a rank that has just stopped is about to post.
         self._silent: dict[str, set[int]] = {}
         store.introduce(rank, Process.own())
 
@@ -187,7 +188,7 @@ class Board:
         have_all_told = again == silent  # or were silent at two looks
         waits = [post.wait for post in posts.values() if post and post.wait]
         if not (waiter.is_connected or any(each.name == activity.name for each in waits)):
-            again = set()  # nobody waits in this rendezvous
+            again = set()  # a rendezvous that nobody waits in, or communication that has failed
         self._silent[activity.name] = silent
         states = [each for each in states if each.calls is not None or again.issuperset(each.ranks)]
         if activity.may_differ and activity.has_tags:
@@ -248,7 +249,8 @@ class Board:
             waiter.end_wait()
 
     def _fail_if_others_have(self, waiters: Sequence[Waiter]) -> None:
-        """Fail if a rank has failed that this process has communicated with, along any axis."""
+        """Fail if any axis has a report: by a rank that has failed, or by the one, perhaps this,
+        that has found in ``_compare`` that it can never end."""
         for waiter in waiters:
             if waiter.is_connected:
                 report = self.store.failure_of(waiter.activity.name)

@@ -5,6 +5,7 @@ Each keeps an ``Activity``:
 
     activity.begin(tag)                this rank has begun another call with this tag
     activity.waiting = (id, i, what)   the host waits now; None when the wait is over
+    board.give_up(waiter, report)      a call, or a wait, has failed
 
 Where a backend waits on a device, the host waits for nothing that is seen here: ``waiting`` stays
 None, and only what was begun counts. board.py has two answers:
@@ -125,7 +126,7 @@ class Waiter:
 
     @property
     def is_connected(self) -> bool:
-        """True while it has connections that can fail."""
+        """True while it has connections that can fail; never of a rendezvous."""
         return False
 
     def describe(self, waiting: Waiting) -> Wait:

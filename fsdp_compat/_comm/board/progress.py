@@ -1,9 +1,10 @@
 """What this process is doing, as another thread sees it: the current line of the user's code, and
 whether the process waits.
 
-It waits while the followed thread's innermost Python frame is a collective of torch.distributed, or
-a lock while all other threads wait too. Everything else counts as work, even a sleep or a C
-function of the user. It is measured while the process stands still (board.py)."""
+It waits while the followed thread's innermost Python frame is a collective of torch.distributed or
+of ../backend.py, or a lock while all other threads wait too. Everything else counts as work, even a
+sleep or a C function of the user. It is measured while the process stands still (board.py); waits
+over gloo are known from ``Activity.waiting``."""
 
 from __future__ import annotations
 

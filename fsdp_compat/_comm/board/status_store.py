@@ -16,9 +16,10 @@ from .calls import Report, Wait
 from .processes import Process
 from .verdict import State
 
-# An unchanged post is renewed that often: less than half of the silence after which a checkpoint
-# takes a rank of another machine for lost.
+# An unchanged post is renewed that often, by its number: less than half of the silence after which
+# a checkpoint takes a rank of another machine for lost.
 RENEW_S = 8.0
+LOST_S = 6 * RENEW_S  # after it, the rank of a post that was not renewed was stopped, or lost
 FRESH_S = 30.0  # after it, states are no news: while ranks stand still, they are told every 5 s
 _axes_of = functools.lru_cache(ast.literal_eval)  # parsing takes long, and most ranks do the same
 
@@ -41,13 +42,14 @@ class Post:
 
     @property
     def is_killed(self) -> bool:
-        """True if another rank has posted this: what a rank posts last names its axes."""
+        """True if another rank has posted this: what a rank posts last names its axes, if it has
+        begun any call."""
         return self.ended and not self.axes
 
     @property
     def is_alive(self) -> bool:
-        """False once its rank has ended, or renews it no more: it was stopped, or lost."""
-        return not self.ended and time.time() - self.number * RENEW_S < 6 * RENEW_S
+        """False once its rank has ended, or renews it no more."""
+        return not self.ended and time.time() - self.number * RENEW_S < LOST_S
 
     def lacks(self, wait: Wait) -> bool:
         """True if this rank had not yet begun what ``wait`` waits for."""
@@ -80,7 +82,7 @@ class StatusStore:
 
     def post(self, rank: int, post: Post | None) -> None:
         """Publish what a rank does, or that it goes on (None)."""
-        axes: typing.Any = post and repr(post.axes)
+        axes: typing.Any = post and repr(post.axes)  # as text, for `_axes_of`
         post = post and dataclasses.replace(post, axes=axes)
         self._set(f"post/{rank}", post and dataclasses.astuple(post))
 
@@ -217,8 +219,12 @@ KILLED = "was killed, or runs another program now (exec)"
 
 
 def _post(value: typing.Any) -> Post | None:
-    wait: Wait | None = value and value[-1] and Wait(*value[-1])
-    return value and dataclasses.replace(Post(*value), axes=_axes_of(value[4]), wait=wait)
+    if value is None:
+        return None
+    stored: typing.Any = Post(*value)  # its axes are text, its wait is a tuple
+    wait = stored.wait and Wait(*stored.wait)
+    post: Post = dataclasses.replace(stored, axes=_axes_of(stored.axes), wait=wait)
+    return post
 
 
 def status_store() -> StatusStore | None:

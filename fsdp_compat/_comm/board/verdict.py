@@ -118,7 +118,7 @@ def judge(states: Sequence[State], in_order: bool, now: float) -> Verdict | None
     place = parting([each.calls for each in told if each.calls is not None])
     if place is not None:
         lines = sentences(told, place)
-        waiting = [each for each in told if _call_at(each, place)]
+        waiting = [each for each in told if _call_at(each, place)]  # they have begun it
         differ = len({_call_at(each, place) for each in waiting}) > 1
         never_ends = (differ and in_order) or any(
             each.ended for each in told if each not in waiting
