@@ -91,7 +91,7 @@ class ReduceBuffer:
         # The gradients of the last packing, which left their marks, and zeros everywhere else.
         self._packed: set[int] | None = None
         self._has_streams = has_streams(device)
-        # The sum over the shard axis that is not yet summed over replicas; and its parameters.
+        # The sum over the shard axis that is not yet summed over replicas; and what was used.
         self._partial: tuple[Tensor, frozenset[int]] | None = None
         # of the last reduction
         self._divided: tuple[ReducePolicy | None, Divisor] = None, Divisor(axes.ranks / predivisor)
