@@ -29,6 +29,7 @@ from ._state import forms, model_loading, model_state
 from ._state import optim_calls as optim
 from ._state.optim_calls import OptimStateKeyType
 from ._state.units import FSDP_WRAPPED_MODULE, clean_name
+from ._stores.flat_cuts import ShardBlocks
 from ._stores.flat_store import FlatParameter
 from .api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from .errors import (
@@ -113,6 +114,11 @@ class FullyShardedDataParallel(ClientAttributes):
         keep_units_below: units with fewer elements than this, counted unsharded, stay unsharded
             from forward to backward, as all units do with SHARD_GRAD_OP. Gathering many small units
             twice costs more time than their memory is worth.
+        shard_blocks: how many consecutive elements of a parameter stay together on one rank: a
+            number, a function of its name before wrapping and the parameter, or a ``ShardBlocks``.
+            Optimizers that keep 8-bit states or statistics of blocks are then right on shards.
+            With ``use_orig_params=True``, parts of parameters in blocks of whole rows have the
+            shape (rows here, ...); others are 1-D. Default: shards are cut anywhere.
 
     Raises:
         UsageError: an argument, or a combination of arguments, cannot work. Raised on every rank,
@@ -151,6 +157,7 @@ class FullyShardedDataParallel(ClientAttributes):
         *,
         allow_unused_units: bool = False,
         keep_units_below: int = 0,
+        shard_blocks: int | Callable[[str, nn.Parameter], int] | ShardBlocks | None = None,
     ) -> None:
         kwargs = {
             "allow_unused_units": allow_unused_units,
@@ -166,6 +173,7 @@ class FullyShardedDataParallel(ClientAttributes):
             "mixed_precision": mixed_precision,
             "param_init_fn": param_init_fn,
             "process_group": process_group,
+            "shard_blocks": shard_blocks,
             "sharding_strategy": sharding_strategy,
             "sync_module_states": sync_module_states,
             "use_orig_params": use_orig_params,

@@ -88,6 +88,11 @@ class StateStore(ParamStore, typing.Protocol):
         section = self.section_of(index)
         return section.layout, index - section.first_param
 
+    @property
+    def has_blocks(self) -> bool:
+        """True if cuts lie between blocks of some parameters."""
+        return any(each.block > 1 for section in self.sections for each in section.layout.params)
+
     def local_shape(self, index: int) -> tuple[int, ...]:
         """Return the shape of what is cut: a parameter, or this process's part of a DTensor."""
         layout, number = self.cut(index)

@@ -50,7 +50,8 @@ class UnitDescription:
         own_numel: the number of these that this rank holds.
         shard_nbytes: the bytes of the parameters on this rank, with padding.
         gathered_nbytes: the bytes of the output of an all-gather, with padding; 0 with one rank.
-        dtypes: the dtypes (stored, computed in, reduced in), each combination once."""
+        dtypes: the dtypes (stored, computed in, reduced in), each combination once.
+        padding: that of units with ``shard_blocks``, as a share of ``numel``; else 0.0."""
 
     name: str
     strategy: str
@@ -62,6 +63,7 @@ class UnitDescription:
     shard_nbytes: int
     gathered_nbytes: int
     dtypes: tuple[tuple[torch.dtype, torch.dtype, torch.dtype], ...]
+    padding: float = 0.0
 
     @property
     def dtypes_text(self) -> str:
@@ -72,6 +74,7 @@ class UnitDescription:
     def __str__(self) -> str:
         replicas = f", {self.replicas} replicas" if self.replicas > 1 else ""
         numbers = f"{self.own_numel:,} of {self.numel:,} elements here, {self.dtypes_text}"
+        numbers += f", {self.padding:.2%} padding" if self.padding else ""
         held = numbers if self.dtypes else "no parameters of its own"
         return f"{self.strategy} over {count_of(self.ranks, 'rank')}{replicas}, {held}"
 
@@ -83,7 +86,7 @@ def stored_dtype(store: StateStore) -> torch.dtype:
 
 def describe_unit(facts: UnitFacts, name: str = "") -> UnitDescription:
     """Return the description of a unit, whose module has this name."""
-    numel = own_numel = shard_nbytes = gathered_nbytes = 0
+    numel = own_numel = shard_nbytes = gathered_nbytes = padding = 0
     dtypes = dict[tuple[torch.dtype, torch.dtype, torch.dtype], None]()
     for store, precision in facts.stores:
         stored, indices = stored_dtype(store), range(len(store.kinds))
@@ -94,13 +97,23 @@ def describe_unit(facts: UnitFacts, name: str = "") -> UnitDescription:
             for index in indices
         )
         held, sent = (own, store.dtype) if store.has_extension else (store.numel, precision.gather)
-        numel += sum(math.prod(store.shape(index)) for index in indices)
-        own_numel += own
+        of_store = sum(math.prod(store.shape(index)) for index in indices)
+        numel, own_numel = numel + of_store, own_numel + own
+        if store.has_blocks:
+            padding += store.ranks * store.numel - of_store
         shard_nbytes += held * stored.itemsize
         gathered_nbytes += store.ranks * store.numel * sent.itemsize if store.ranks > 1 else 0
         dtypes[stored, precision.gather, precision.reduce] = None
     numbers = numel, own_numel, shard_nbytes, gathered_nbytes
-    return UnitDescription(name, *facts[:4], *numbers, tuple(dtypes))
+    return UnitDescription(name, *facts[:4], *numbers, tuple(dtypes), padding / max(numel, 1))
+
+
+def padding_notes(units: Sequence[UnitDescription]) -> list[str]:
+    """Return a line about the unit with the most padding, if there is any."""
+    most = max(units, key=lambda unit: unit.padding, default=None)
+    if most is None or not most.padding:
+        return []
+    return [f"padding between blocks: at most {most.padding:.2%}, in {most.name or '(root)'}"]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -127,6 +140,7 @@ class Description:
                 dtypes = dict.fromkeys(dtype_text(tensor.dtype) for tensor in tensors)
                 rows.append((title, "", "", "", *_texts(*totals[-1]), ", ".join(dtypes)))
                 notes.append(f"{title} (not sharded): {joined([*found], _NUM_NAMES, ', ')}")
+        notes += padding_notes(self.units)
         total = _texts(*map(sum, zip((0, 0, 0), *totals, strict=True)))
         rows.append(("total", "", "", "", *total, ""))
         names, strategies = (max(len(row[column]) for row in rows) for column in (0, 1))

@@ -38,7 +38,7 @@ from .._state.optim_import import import_optim_state
 from .._state.units import NamedUnit, model_units_in, names_before, names_of, runtimes_of, units_of
 from ..errors import RuntimeUsageError, UsageError, require_module, takes, unusable, wrong_type
 from .grad_norms import require_reduced
-from .whole_exchange import Exchange, Place, owners_of
+from .whole_exchange import Exchange, InPlace, Place, owners_of
 
 _WHAT = "GatheredOptimizer"
 Make = Callable[[list[nn.Parameter]], Optimizer]
@@ -64,7 +64,8 @@ class GatheredOptimizer(CompositeOptimizer):
     the same on all of them. Optimizers that show other weights for evaluation, such as
     schedule-free ones, do not work.
 
-    A step sends the values and the gradients of about one shard to owners, and new values back.
+    A step sends the values and the gradients of about one shard to owners, and new values back; not
+    those of parameters that lie whole on one rank, as ``shard_blocks`` can make them.
     Between steps only the owners' state takes memory, about as much on each rank.
 
     ``state_dict()``, ``FSDP.optim_state_dict`` and ``fsdp_compat.checkpoint`` keep the state by the
@@ -107,9 +108,12 @@ class GatheredOptimizer(CompositeOptimizer):
         self.unselected = choice.rest if others is None else []
         by_kind: dict[object, list[Place]] = {}
         for place in choice.places:
-            kind = place.group.shard, place.store.dtype, place.store.shard.device
+            kind = place.group.shard, place.store.dtype, place.store.shard.device, place.lies_whole
             by_kind.setdefault(kind, []).append(place)
-        self._exchanges = [Exchange(places, owners_of(places)) for places in by_kind.values()]
+        self._exchanges = [
+            (InPlace if places[0].lies_whole else Exchange)(places, owners_of(places))
+            for places in by_kind.values()
+        ]
         exchange = functools.partial(gathered_along, self._axes)
         with agreeing(exchange, f"{_WHAT} could not be made on all ranks") as agreement:
             self._make(choice, make, others)

@@ -46,6 +46,12 @@ class Place:
             grad = grad[self.store.part_in_shard(self.index).slice]
         return grad.to(self.store.dtype)
 
+    @property
+    def lies_whole(self) -> bool:
+        """True if one rank has all elements, and no other any."""
+        numels = [self.numel(rank) for rank in range(self.group.shard.ranks)]
+        return 0 < sum(numels) == max(numels) == math.prod(self.shape)
+
     def part_of(self, whole: Tensor, rank: int) -> Tensor:
         return self.store.rows_of_whole(self.index, whole, rank)
 
@@ -57,7 +63,8 @@ class Place:
 
 
 class Exchange:
-    """Moves parameters of one dtype along one shard axis, to their owners and back."""
+    """Moves parameters of one dtype along one shard axis, to their owners and back; those that lie
+    whole on their owners: see ``InPlace``."""
 
     def __init__(self, places: Sequence[Place], owners: Sequence[int]) -> None:
         """owners: the rank of each place's owner. Collective: values are brought to the owners."""
@@ -116,6 +123,19 @@ class Exchange:
         sent = torch.cat([sent, *as_bytes([part.contiguous() for part in parts])])
         received = axis.exchange(sent.to(axis.device), sizes, "the parameters of GatheredOptimizer")
         return received.to(self._device).view(self._dtype)
+
+
+class InPlace(Exchange):
+    """Parameters that lie whole on their owners: their values and gradients are used in place."""
+
+    def _to_owners(self, part: Callable[[Place], Tensor]) -> list[Tensor]:
+        return [part(place).view(place.shape) for place in self.owned]
+
+    def put_back(self) -> None:
+        for place, whole in zip(self.owned, self.wholes, strict=True):
+            whole.grad, value = None, place.value().view(place.shape)
+            if whole.data_ptr() != value.data_ptr():  # the optimizer has set other values
+                value.copy_(whole.detach())
 
 
 def _copy(values: Sequence[Tensor], targets: Sequence[Tensor]) -> None:

@@ -79,6 +79,7 @@ class ParamSpec:
     name: str
     shape: tuple[int, ...]
     start: int  # of its row-major elements in the flat tensor
+    block: int = 1  # cuts are at multiples of it, counted in the parameter
 
     @functools.cached_property
     def numel(self) -> int:
@@ -88,6 +89,17 @@ class ParamSpec:
     def in_full(self) -> Interval:
         """The parameter's elements in the full flat tensor ``[ranks * S]``."""
         return Interval(self.start, self.start + self.numel)
+
+    @functools.cached_property
+    def is_in_rows(self) -> bool:
+        """True for a matrix, or a tensor of more dims, whose blocks are whole rows of dim 0."""
+        return len(self.shape) > 1 and self.block % max(math.prod(self.shape[1:]), 1) == 0
+
+    def part_shape(self, numel: int) -> tuple[int, ...]:
+        """Return the shape of a part of ``numel`` elements: rows if its blocks are, else 1-D."""
+        if not self.is_in_rows:
+            return (numel,)
+        return (numel * self.shape[0] // max(self.numel, 1), *self.shape[1:])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,6 +153,12 @@ class FlatLayout:
         first = param.start - rank * size  # of the parameter, counted in the shard
         start = min(max(first, 0), size)
         return Interval(start, min(max(first + param.numel, start), size))
+
+    def cuts(self, index: int) -> list[int]:
+        """Return the first elements of parameter ``index`` on the ranks after its first one."""
+        param, size = self.params[index], self.shard_numel
+        first = size - param.start % size
+        return list(range(first, param.numel, size))
 
     def gaps(self) -> list[Interval]:
         """Return the intervals of padding, in order."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .._engine.nested import map_tensors, tensors_in
-from .._features.description import UnitDescription
+from .._features.description import UnitDescription, padding_notes
 from ..errors import UsageError
 from ..fully_sharded_data_parallel import FullyShardedDataParallel
 from . import simulation
@@ -79,6 +79,7 @@ class Plan:
         for axis, kinds in self.traffic.items():
             for kind, (number, nbytes) in kinds.items():
                 lines.append(f"{axis}: {number} x {kind}, {_gib(nbytes)} GiB sent in a step")
+        lines += padding_notes(self.units)
         lines += [f"assumed: {value} at {line}" for line, value in self.assumed.items()]
         return "\n".join([*lines, _NOT_INCLUDED.format(reserve=self.reserve / _GIB)])
 

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
+import dataclasses
+import functools
+import sys
 import textwrap
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from .._archive.walk import leaves
 from ..errors import StateError
 from .optim_contents import (
     CompositeOptimizer,
     ParamOwnership,
     StateKind,
     classify_all,
+    in_tensors,
     inner_optimizers,
 )
 
@@ -42,12 +48,57 @@ def states_to_be(ownership: ParamOwnership, optimizer: Optimizer) -> _States:
     return states
 
 
+@dataclasses.dataclass(frozen=True)
+class StatesLike:
+    """The states that an optimizer has, or would create, tried when they are asked for."""
+
+    ownership: ParamOwnership
+    optimizer: Optimizer | None
+
+    def __call__(self, parameter: nn.Parameter) -> Mapping[Any, Any]:
+        """Return those of a parameter; none if they are not known."""
+        return self._all.get(parameter, {})
+
+    @functools.cached_property
+    def _all(self) -> _States:
+        try:
+            return {} if self.optimizer is None else states_to_be(self.ownership, self.optimizer)
+        except StateError:
+            return {}
+
+
+@contextlib.contextmanager
+def without_compiling() -> Iterator[None]:
+    """A context in which compiled functions, such as torchao's steps, run as they are."""
+    stance: Any = contextlib.nullcontext()
+    if "torch._dynamo" in sys.modules:  # importing it takes seconds
+        stance = torch.compiler.set_stance("force_eager")
+    with stance:
+        yield
+
+
+def numels_of_states(
+    ownership: ParamOwnership, optimizer: Optimizer, parameter: nn.Parameter, numel: int
+) -> dict[str, int]:
+    """Return by a path how many elements each tensor has that the first step would create for a
+    parameter of ``numel`` elements in place of another; nothing if the step fails."""
+    like = parameter.detach()
+    stand_in = nn.Parameter(torch.zeros(numel, dtype=like.dtype, device=like.device))
+    stand_in.grad = torch.zeros_like(stand_in)
+    try:
+        states = _after_one_step(ownership, optimizer, {parameter: stand_in})[parameter]
+    except Exception:  # a step may raise anything
+        return {}
+    its = leaves(in_tensors(states))
+    return {path: leaf.numel() for path, leaf in its if isinstance(leaf, torch.Tensor)}
+
+
 def first_states(ownership: ParamOwnership, optimizer: Optimizer) -> _States:
     """Return what the first step would create for each parameter, with no step counted and zero
     gradients. If the step fails, warn and return nothing."""
     trainable = [p for p in ownership.numbers if p.requires_grad and not ownership.is_vacant(p)]
     try:
-        states = _after_one_step(ownership, optimizer, trainable)
+        states = _after_one_step(ownership, optimizer, _stand_ins(trainable))
     except Exception as error:  # a step may raise anything: it may need a closure, or a model
         warnings.warn(
             f"{type(optimizer).__name__} has no state yet, and a first step on copies failed "
@@ -72,7 +123,7 @@ def _tried_alone(
     ownership: ParamOwnership, optimizer: Optimizer, parameter: nn.Parameter
 ) -> Mapping[Any, Any]:
     try:
-        return _after_one_step(ownership, optimizer, [parameter])[parameter]
+        return _after_one_step(ownership, optimizer, _stand_ins([parameter]))[parameter]
     except Exception as error:
         if not parameter.numel():  # some steps divide by the number of elements
             return {}
@@ -86,17 +137,19 @@ def _tried_alone(
 
 
 def _after_one_step(
-    ownership: ParamOwnership, optimizer: Optimizer, parameters: Iterable[nn.Parameter]
+    ownership: ParamOwnership,
+    optimizer: Optimizer,
+    stand_ins: Mapping[nn.Parameter, nn.Parameter],
 ) -> dict[nn.Parameter, dict[Any, Any]]:
-    """Return a copied optimizer's states after one step with zero gradients on copies."""
+    """Return a copied optimizer's states after one step on others in place of some parameters."""
     if isinstance(optimizer, CompositeOptimizer):
         states: dict[nn.Parameter, dict[Any, Any]] = {}
         for each in inner_optimizers(optimizer):
             its = {p for group in each.param_groups for p in group["params"]}
-            states |= _after_one_step(ownership, each, [p for p in parameters if p in its])
+            own = {p: other for p, other in stand_ins.items() if p in its}
+            states |= _after_one_step(ownership, each, own)
         return states
     optimizer = _innermost(optimizer)
-    stand_ins = {parameter: _stand_in(parameter) for parameter in parameters}
     left_out = nn.Parameter(torch.empty(0))
     # What deepcopy takes for the copy of an object, by its id.
     copies: dict[int, Any] = {id(p): stand_ins.get(p, left_out) for p in ownership.held}
@@ -115,7 +168,7 @@ def _after_one_step(
             group["weight_decay"] = 0.0
     devices = {parameter.device for parameter in stand_ins if parameter.device.type != "cpu"}
     kind = next(iter(devices)).type if devices else "cuda"
-    with torch.random.fork_rng(devices, device_type=kind):
+    with torch.random.fork_rng(devices, device_type=kind), without_compiling():
         type(optimizer).step(trial)
     return {
         parameter: dict(trial.state.get(stand_in) or {})
@@ -132,9 +185,12 @@ def _innermost(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
-def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
-    stand_in = nn.Parameter(parameter.detach().clone())
-    if parameter.grad_dtype not in (None, parameter.dtype):
-        stand_in.grad_dtype = parameter.grad_dtype
-    stand_in.grad = torch.zeros_like(stand_in, dtype=parameter.grad_dtype or parameter.dtype)
-    return stand_in
+def _stand_ins(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, nn.Parameter]:
+    """Return copies, with zero gradients."""
+    found: dict[nn.Parameter, nn.Parameter] = {}
+    for parameter in parameters:
+        copied = found[parameter] = nn.Parameter(parameter.detach().clone())
+        if parameter.grad_dtype not in (None, parameter.dtype):
+            copied.grad_dtype = parameter.grad_dtype
+        copied.grad = torch.zeros_like(copied, dtype=parameter.grad_dtype or parameter.dtype)
+    return found

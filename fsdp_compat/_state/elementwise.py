@@ -7,7 +7,7 @@ import contextlib
 import random
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .. import _torch_private
+from .dry_run import without_compiling
 from .optim_contents import CompositeOptimizer
 
 # Every element's update depends on its own gradients alone. Subclasses may differ.
@@ -35,12 +36,20 @@ _told: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 Make = Callable[[list[nn.Parameter]], Optimizer]
 
 
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """True if every element's update is known to depend on its own gradients alone."""
+    return type(optimizer) in _ELEMENTWISE
+
+
 def warn_of_parts(
-    optimizer: Optimizer, shapes: Mapping[int, tuple[int, ...]], stacklevel: int
+    optimizer: Optimizer,
+    shapes: Mapping[int, tuple[int, ...]],
+    in_rows: Collection[int],
+    stacklevel: int,
 ) -> None:
     """Warn, once, if the optimizer would compute something else for whole parameters, which is
     tried on small ones, or if a choice by shape may have left a group empty. shapes: by the number
-    of a group, a whole parameter of which it has a part."""
+    of a group, a whole parameter of which it has a part; in_rows: groups whose parts are rows."""
     if isinstance(optimizer, CompositeOptimizer) or optimizer in _told:
         return
     _told.add(optimizer)
@@ -53,23 +62,28 @@ def warn_of_parts(
             "Choose them before wrapping, with use_orig_params=True.",
             stacklevel=stacklevel,
         )
-    if type(optimizer) in _ELEMENTWISE:
+    if is_elementwise(optimizer):
         return
     tried: set[str] = set()
     for number, shape in shapes.items():
         group, small = optimizer.param_groups[number], small_shape(shape)
         settings = {key: value for key, value in group.items() if key not in _OWN}
-        kind = repr((small, settings))
+        kind = repr((small, settings, number in in_rows))
         if isinstance(group.get("lr"), (int, float, torch.Tensor)):
             settings["lr"] = _LR
-        if kind not in tried and (text := _unfit(optimizer, settings, small, group["params"][0])):
+        example, are_rows = group["params"][0], number in in_rows
+        if kind not in tried and (text := _unfit(optimizer, settings, small, example, are_rows)):
             warnings.warn(f"{text} (parameter group {number})", stacklevel=stacklevel)
             return
         tried.add(kind)
 
 
 def _unfit(
-    optimizer: Optimizer, settings: dict[str, Any], shape: tuple[int, ...], example: torch.Tensor
+    optimizer: Optimizer,
+    settings: dict[str, Any],
+    shape: tuple[int, ...],
+    example: torch.Tensor,
+    are_rows: bool,
 ) -> str:
     """Return what is wrong with an optimizer of these settings on shards, or ""."""
     name = type(optimizer).__name__
@@ -77,7 +91,7 @@ def _unfit(
     def make(params: list[nn.Parameter]) -> Optimizer:
         return type(optimizer)([{**settings, "params": params}])  # type: ignore[call-arg]
 
-    if not depends_on_shape(make, shape, example.device):
+    if not depends_on_shape(make, shape, example.device, are_rows):
         return ""
     text = f"fsdp_compat.optim.GatheredOptimizer(model, lambda params: {name}(params, ...))"
     fix = f"Use {text}, which steps whole parameters."
@@ -85,6 +99,11 @@ def _unfit(
         return f"{name} needs whole parameters: with DTensors it gathers them, or raises. {fix}"
     if depends_on_others(make, shape, example.device):
         fix = "It needs all parameters at once; use another optimizer."
+    elif not are_rows and not depends_on_shape(make, shape, example.device, by_rows=True):
+        fix += (
+            " Or wrap with use_orig_params=True and shard_blocks=lambda name, p: "
+            "math.prod(p.shape[1:]), which cuts between rows."
+        )
     return (
         f"{name} is wrong on shards: its update of a part of a parameter is not that part of the "
         f"update of the whole. {fix}"
@@ -107,18 +126,20 @@ def depends_on_others(make: Make, shape: tuple[int, ...], device: torch.device) 
     return None if alone is None or beside is None else _differ(alone[0], beside[0])
 
 
-def depends_on_shape(make: Make, shape: tuple[int, ...], device: torch.device) -> bool | None:
-    """True if parts of a parameter, 1-D, get other updates than the whole, in optimizers of their
-    own as on ranks, or none at all. None if it cannot be tried."""
+def depends_on_shape(
+    make: Make, shape: tuple[int, ...], device: torch.device, by_rows: bool = False
+) -> bool | None:
+    """True if parts of a parameter, 1-D or ``by_rows``, get other updates than the whole, in
+    optimizers of their own as on ranks, or none at all. None if it cannot be tried."""
     whole = _updates(make, device, [shape])
     if whole is None:
         return None
-    numel = whole[0].numel()
+    size = shape[0] if by_rows else whole[0].numel()
     parts = [
-        _updates(make, device, [shape], slice(start, stop))
-        for start, stop in ((0, numel // 3), (numel // 3, numel))
+        _updates(make, device, [shape], slice(start, stop), by_rows)
+        for start, stop in ((0, max(size // 3, 1)), (max(size // 3, 1), size))
     ]
-    found = [part[0] for part in parts if part is not None]
+    found = [part[0].reshape(-1) for part in parts if part is not None]
     return len(found) < len(parts) or _differ(whole[0].reshape(-1), torch.cat(found))
 
 
@@ -128,10 +149,15 @@ def _differ(one: Tensor, other: Tensor) -> bool:
 
 
 def _updates(
-    make: Make, device: torch.device, shapes: Sequence[tuple[int, ...]], run: slice | None = None
+    make: Make,
+    device: torch.device,
+    shapes: Sequence[tuple[int, ...]],
+    run: slice | None = None,
+    by_rows: bool = False,
 ) -> list[Tensor] | None:
-    """Return the sum of some updates of each parameter, or of a ``run``; None if a step fails."""
-    with _own_random_state(device), torch.enable_grad():
+    """Return the sum of some updates of each parameter, or of a ``run`` of its elements or rows;
+    None if a step fails."""
+    with _own_random_state(device), torch.enable_grad(), without_compiling():
         values = [_random(shape, number) for number, shape in enumerate(shapes)]
         # Much the same in each step, as then estimated step sizes grow. The second parameter's are
         # large, so that clipping by the norm of all shows.
@@ -144,8 +170,11 @@ def _updates(
             for step in range(1, _NUM_STEPS + 1)
         ]
         if run is not None:
-            values = [value.reshape(-1)[run].clone() for value in values]
-            grads = [[grad.reshape(-1)[run].clone() for grad in each] for each in grads]
+
+            def part(value: Tensor) -> Tensor:
+                return (value if by_rows else value.reshape(-1))[run].clone()
+
+            values, grads = list(map(part, values)), [list(map(part, each)) for each in grads]
         params = [nn.Parameter(value.to(device, copy=True)) for value in values]
         try:
             optimizer = make(params)

@@ -26,6 +26,7 @@ from ..errors import (
     require_module,
     wrong_type,
 )
+from .block_checks import warn_of_blocks
 from .dry_run import states_to_be
 from .elementwise import warn_of_parts
 from .forms import get_state_dict_type
@@ -147,12 +148,13 @@ def optim_state_dict_to_load(
 def check(model: nn.Module, optimizer: Optimizer) -> list[str]:
     """Return the states, as ``"parameter.state"``, that cannot be resharded; usually none.
 
-    Such states (factored moments, scales of 8-bit blocks, objects) are saved, and can be loaded at
-    an equal layout: the same number of ranks, strategy, wrapping and ``use_orig_params``. The
-    result covers this rank's parts only; nothing is sent.
+    Such states (factored moments, objects; with ``shard_blocks`` not those of blocks) are saved,
+    and can be loaded at an equal layout: the same number of ranks, strategy, wrapping and
+    ``use_orig_params``. The result covers this rank's parts only; nothing is sent.
 
     Warns, as the first step does, of an optimizer that is wrong on shards, because its update of a
-    parameter needs the whole: Muon, Adafactor, LARS. ``GatheredOptimizer`` is the way out.
+    parameter needs the whole: Muon, Adafactor, LARS. ``GatheredOptimizer`` is the way out. Also of
+    8-bit and other states of blocks that shards cut, with the ``shard_blocks`` that mend it.
 
     Args:
         model: a sharded model.
@@ -170,8 +172,9 @@ def check(model: nn.Module, optimizer: Optimizer) -> list[str]:
     label = f"the state of {type(optimizer).__name__}"
     units, _ = begin(model, "optim.check", label, meet=False)
     cut_state(optimizer)
-    warn_of_parts(optimizer, shapes_of_parts(optimizer), stacklevel=3)
+    warn_of_parts(optimizer, *shapes_of_parts(optimizer), stacklevel=3)
     ownership = ownership_of(optimizer.param_groups, label, units, model)
+    warn_of_blocks(ownership, optimizer, stacklevel=3)
     return rank_local_names(HeldStates(ownership, states_to_be(ownership, optimizer)))
 
 

@@ -339,7 +339,11 @@ def classify_all(
     }
     rank_local, with_dims = set[Any](), dict[Any, list[bool]]()
     for param, its in kinds.items():
-        rank_local |= {key for key, kind in its.items() if kind is StateKind.RANK_LOCAL}
+        rank_local |= {
+            key
+            for key, kind in its.items()
+            if kind is StateKind.RANK_LOCAL and not _is_as(states[param][key], param)
+        }
         for key, kind in its.items() if param.dim() else ():
             with_dims.setdefault(key, []).append(kind is StateKind.PER_ELEMENT)
     for param, its in kinds.items():
@@ -351,6 +355,11 @@ def classify_all(
             if is_0d and is_per_element_of_0d(key, with_dims.get(key, ())):
                 its[key] = StateKind.PER_ELEMENT
     return kinds
+
+
+def _is_as(value: object, param: nn.Parameter) -> bool:
+    """True for a tensor that wraps others, and has the shape of its parameter."""
+    return _is_wrapper(value) and isinstance(value, torch.Tensor) and value.shape == param.shape
 
 
 def is_per_element_of_0d(key: Any, with_dims: Collection[bool]) -> bool:
@@ -417,6 +426,8 @@ def _is_wrapper(value: object) -> bool:
 
 def snapshot(value: Any, to_cpu: bool = False) -> Any:
     """Return a copy that later steps do not change, or the value if it cannot be copied."""
+    if _is_wrapper(value) and _torch_private.is_plain(value):  # which may not know how to copy
+        return of_tensors(snapshot(in_tensors({None: value}), to_cpu), {None: value})[None]
     if isinstance(value, torch.Tensor):
         return copied(value, to_cpu)
     if type(value) is dict:

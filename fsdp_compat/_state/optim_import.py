@@ -21,6 +21,8 @@ from .._engine.group import Group
 from .._engine.state_store import store_of
 from .._text import joined
 from ..errors import CheckpointError, UsageError
+from .block_states import Created
+from .dry_run import StatesLike
 from .loaded_values import is_sharded, read_part
 from .optim_agreement import describe, global_rank, require_alike
 from .optim_contents import (
@@ -46,7 +48,7 @@ from .optim_fit import (
     settings_for,
 )
 from .rank0 import Rank0Broadcast, common_mesh, outline_of
-from .rank_local import RankState, check_layout, restored
+from .rank_local import RankState, restored, take_blocks
 from .sharded_values import cut_of
 from .units import model_units_in, names_before
 
@@ -74,7 +76,7 @@ def import_optim_state(
     entries = state_dict.get("state") if isinstance(state_dict, Mapping) else None
     # A rank whose parameters all have other owners sees no sharded value.
     is_composite = isinstance(optimizer, CompositeOptimizer)
-    is_local = not (from_rank0 or is_composite or next(_sharded_in(entries), None))
+    is_local = not (from_rank0 or is_composite or any(_of_ranks(entries)))
     call = where.partition("(")[0]
     units, all_groups = begin(model, call, label, copies=True, meet=not is_local)
     registered = model_units_in(model)
@@ -88,11 +90,12 @@ def import_optim_state(
     exchange = rank0.gather if rank0 is not None else lambda value: [value]
     with agreeing(exchange, where) as agreement:
         ownership, facts = ownership_of(groups, label, units, model), ""
+        created = StatesLike(ownership, optimizer)
         if rank0 is not None:
             described = repr(describe(ownership, shared, exact=False))
             facts = hashlib.sha256(described.encode()).hexdigest()
         if not (state_dict is None or (isinstance(state_dict, Mapping) and not state_dict)):
-            plan = _read(ownership, state_dict, is_named, names_before(model), where)
+            plan = _read(ownership, state_dict, is_named, names_before(model), where, created)
             if from_rank0 and rank0 is not None and rank0.is_here:
                 what = "Rank 0 cannot send a sharded optimizer state dict."
                 fix = "load a sharded dict on every rank, with SHARDED_STATE_DICT set for the model"
@@ -109,7 +112,7 @@ def import_optim_state(
         told = sender.send_object(plan and plan.outline(ownership), "the optimizer state dict")
         plan = plan if sender.is_here else told
     assert plan is not None
-    entries = _with_parts(plan, ownership, sender)
+    entries = _with_parts(plan, ownership, created, sender)
     states = bring(ownership, entries, plan.cut, all_groups, _DictValues(sender))
     keys: Mapping[nn.Parameter, Any] = ownership.numbers
     if is_named and optimizer is not None:  # it expects state of all its parameters
@@ -190,6 +193,7 @@ def _read(
     is_named: bool,
     order: Sequence[str],
     where: str,
+    created: Created,
 ) -> _Given:
     """Return a state dict that fits. order: of the names before wrapping. Raises UsageError for
     anything else than a state dict, CheckpointError for one that does not fit."""
@@ -225,7 +229,12 @@ def _read(
         if states := [value for value in entry.values() if isinstance(value, RankState)]:
             rank_local[name] = states
             entries[name] = {k: v for k, v in entry.items() if not isinstance(v, RankState)}
-    check_layout(ownership, rank_local)
+    for name in entries:
+        entries[name] = dict(entries[name])
+        if states := take_blocks(ownership, name, entries[name], created):
+            rank_local.setdefault(name, []).extend(states)
+    for name, states in rank_local.items():
+        restored(ownership, name, states, created)  # raises
     owned = {name: entries[name] for _, name in ownership.owned if name in entries}
     what = "GatheredOptimizer cannot load a sharded state."
     fix = "load its own state_dict(), or save with FULL_STATE_DICT or fsdp_compat.checkpoint"
@@ -248,16 +257,20 @@ def _refuse_unknown(ownership: ParamOwnership, named: Mapping[str, Any]) -> None
         )
 
 
-def _sharded_in(state: object) -> Iterator[tuple[Any, Any, Any]]:
-    """Yield (parameter, name of the state, value) of the sharded values in a dict's "state"."""
+def _values_in(state: object) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield (parameter, name of the state, value) of the values in a dict's "state"."""
     for name, entry in state.items() if isinstance(state, Mapping) else ():
         for key, value in entry.items() if isinstance(entry, Mapping) else ():
-            if is_sharded(value):
-                yield name, key, value
+            yield name, key, value
+
+
+def _of_ranks(state: object) -> Iterator[bool]:
+    """Yield of each value whether ranks have parts of it."""
+    return (is_sharded(v) or isinstance(v, RankState) for _, _, v in _values_in(state))
 
 
 def _refuse_sharded(state: Mapping[Any, Any], what: str, where: str, fix: str) -> None:
-    for name, key, value in _sharded_in(state):
+    for name, key, value in (each for each in _values_in(state) if is_sharded(each[2])):
         raise CheckpointError.of(
             what,
             expected="whole tensors, as FULL_STATE_DICT gives them",
@@ -271,7 +284,10 @@ def _refuse_sharded(state: Mapping[Any, Any], what: str, where: str, fix: str) -
 
 
 def _with_parts(
-    plan: _Given, ownership: ParamOwnership, sender: Rank0Broadcast | None
+    plan: _Given,
+    ownership: ParamOwnership,
+    created: Created,
+    sender: Rank0Broadcast | None,
 ) -> dict[str, Mapping[Any, Any]]:
     """Return the entries with this rank's part of rank-local states, and, with a ``sender``, the
     states of whole parameters that it owns. Collective then: one parameter at a time."""
@@ -282,11 +298,9 @@ def _with_parts(
         entry = sender.send_object(entries.pop(name), f"the state of {name}")
         entries |= {name: entry} if name in own else {}
     for name, states in plan.rank_local.items():
-        group = ownership.held[ownership.by_name[name][0]].group
-        assert group is not None
         if sender is not None:
             states = sender.send_object(states, f"the state of {name}")
-        entries[name] = {**entries[name], **restored(group, states)}
+        entries[name] = {**entries[name], **restored(ownership, name, states, created)}
     return entries
 
 

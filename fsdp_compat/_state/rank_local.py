@@ -1,16 +1,17 @@
 """Rank-local optimizer state, which belongs to one rank's part of a parameter: saved per rank, and
 loaded by a rank with the same part.
 
-Factored second moments, scales of 8-bit blocks and objects cannot be resharded. A state dict holds
-them under a key per rank, as values other than tensors, so that torch.distributed.checkpoint keeps
-all ranks'."""
+Factored second moments and objects cannot be resharded. Statistics of blocks can, where all cuts
+lie between blocks. A state dict holds them under a key per rank, as values other than tensors, so
+that torch.distributed.checkpoint keeps all ranks'."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +19,16 @@ import torch
 from .._comm.transport import Transport
 from .._engine.group import Group
 from .._engine.state_store import store_of
+from .._layout.spec import Interval
 from ..errors import CheckpointError
-from .optim_contents import HeldStates, ParamContents, ParamOwnership, StateKind, snapshot
+from .block_states import Created, keys_of_blocks, recut_of
+from .optim_contents import (
+    HeldStates,
+    ParamContents,
+    ParamOwnership,
+    StateKind,
+    snapshot,
+)
 from .rank0 import packed_bytes, unpacked
 
 
@@ -87,15 +96,16 @@ def warn_of_layout(names: Sequence[str], optimizer: torch.optim.Optimizer, stack
 
 
 def rank_local_names(held: HeldStates) -> list[str]:
-    """Return ``"name.state"`` for each state that needs an equal layout. Sends nothing."""
-    return [
-        f"{name}.{key}"
-        for param, of_param in held.kinds.items()
-        if held.ownership.held[param].group is not None
-        for key, kind in of_param.items()
-        if kind is StateKind.RANK_LOCAL
-        for name in held.ownership.names_in(param)
-    ]
+    """Return ``"name.state"`` for each state that needs an equal layout, not those of parameters
+    that are cut between blocks. Sends nothing."""
+    found = list[str]()
+    for param, of_param in held.kinds.items():
+        contents = held.ownership.held[param]
+        store = None if contents.group is None else store_of(contents.group)
+        if store is not None and (store.is_flattened or not store.has_blocks):
+            its = [key for key, kind in of_param.items() if kind is StateKind.RANK_LOCAL]
+            found += [f"{name}.{key}" for _, name in contents.names for key in its]
+    return found
 
 
 def rank_state(
@@ -161,28 +171,50 @@ def gather_objects(
             yield rank, own if rank == axis.rank else unpacked(received[rank], device)
 
 
-def check_layout(ownership: ParamOwnership, states: Mapping[str, Sequence[RankState]]) -> None:
-    """Raise CheckpointError unless the ranks of ``states`` have the parts they had when saved."""
-    for name, state in ((name, state) for name, its in states.items() for state in its):
-        contents = ownership.held[ownership.by_name[name][0]]
-        runs = [(ownership.name_before(run), start, stop) for run, start, stop in state.part.runs]
-        saved = dataclasses.replace(state.part, runs=tuple(runs))
-        if (now := part_of(contents, saved.rank)) != saved:
+def restored(
+    ownership: ParamOwnership, name: str, states: Sequence[RankState], created: Created
+) -> dict[Any, Any]:
+    """Return this rank's states of a parameter by name. states: of all ranks. If replicas have the
+    same part, the state that this rank saved itself takes precedence. Raises CheckpointError if the
+    rank had another part, and a state is not one of blocks."""
+    contents = ownership.held[ownership.by_name[name][0]]
+    now, own = None, -1
+    if contents.group is not None:
+        axis = contents.group.shard
+        now, own = part_of(contents, axis.rank), axis.members[axis.rank]
+    found, others = dict[Any, Any](), dict[Any, dict[Part, Any]]()
+    for state in states:
+        runs = tuple((ownership.name_before(n), start, end) for n, start, end in state.part.runs)
+        part = dataclasses.replace(state.part, runs=runs)
+        others.setdefault(state.key, {})[part] = state.value
+        if part == now and (state.key not in found or state.holder == own):
+            found[state.key] = state.value
+    for key in others.keys() - found.keys() if now is None or now.runs else ():
+        saved, pieces = next(iter(others[key])), dict[Interval, Any]()
+        if all(len(part.runs) == 1 for part in others[key]):
+            pieces = {Interval(*part.runs[0][1:]): value for part, value in others[key].items()}
+        if (recut := recut_of(ownership, name, key, pieces, created)) is None:
             raise CheckpointError.of(
-                f"The state {state.key!r} of {name!r} belongs to one rank's part and cannot be "
+                f"The state {key!r} of {name!r} belongs to one rank's part and cannot be "
                 "resharded.",
                 expected=f"the layout that it was saved with: {saved}",
-                got=str(now or part_of(contents, 0) or "a parameter that no unit manages"),
-                where=f"optim_state_dict_to_load, state {state.own_key!r} of {name!r}",
-                fix="load with the number of ranks, strategy, wrapping and use_orig_params that "
-                "it was saved with, or without such states, if the optimizer can do without them",
+                got=str(now or "a parameter that no unit manages"),
+                where=f"optim_state_dict_to_load, state {key!r} of {name!r}",
+                fix="load with the number of ranks, strategy, wrapping and use_orig_params that it "
+                "was saved with, or without such states, if the optimizer can do without them; "
+                "states of blocks need cuts between blocks, see shard_blocks",
             )
+        found[key] = recut.value()
+    return {key: found[key] for key in others if key in found}
 
 
-def restored(group: Group, states: Iterable[RankState]) -> dict[Any, Any]:
-    """Return this rank's states by name. states: of all ranks, with the same layout as now. If
-    replicas have the same part, the state that this rank saved itself takes precedence."""
-    own = group.shard.members[group.shard.rank]
-    mine = [state for state in states if state.part.rank == group.shard.rank]
-    mine.sort(key=lambda state: state.holder == own)
-    return {state.key: state.value for state in mine}
+def take_blocks(
+    ownership: ParamOwnership, name: str, entry: dict[Any, Any], created: Created
+) -> list[RankState]:
+    """Take states of blocks of a whole parameter out of ``entry``, of which ranks need parts."""
+    param, index = ownership.by_name[name]
+    group = ownership.held[param].group
+    shape = () if group is None else store_of(group).shape(index)
+    part = Part(0, 1, shape, ((name, 0, math.prod(shape)),))
+    keys = keys_of_blocks(ownership, name, entry, created)
+    return [RankState(key, entry.pop(key), part, 0) for key in keys]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import typing
 from collections.abc import Iterable, Sequence
@@ -12,17 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from .. import _torch_private
-from .._comm.host_memory import in_whole_pages
 from .._engine.ownership import OrigParam
 from .._engine.state_store import FLAT_PARAM, StateStore
 from .._engine.storage import new_shard
 from .._engine.store import ModuleSlot, ParamKind, ReduceForm, ShardedParam
 from .._engine.tensor_parallel import TensorParallel
 from .._engine.user_changes import Addresses
-from .._layout.spec import FlatLayout, Section, between, flat_layout
+from .._layout.spec import FlatLayout, Section, between
 from ..errors import StateError
-
-ALIGN_NBYTES = 16  # every parameter and every shard starts at a multiple of it
+from .flat_cuts import UnitBlocks, layout_of
 
 
 class ShardParamInfo(typing.NamedTuple):
@@ -99,22 +96,19 @@ class FlatStore(StateStore, ReduceForm):
         use_orig_params: bool,
         device: torch.device,
         pin: bool = False,
+        blocks: UnitBlocks | None = None,
     ) -> None:
         """members: parameters of one dtype, requires_grad and placement, on any device but meta;
         their memory is released. rank, ranks: of the shard axis. flat_slot: (module, attribute) of
-        a FlatParameter. device: of the shard; pin: in memory that a GPU can read."""
+        a FlatParameter. device: of the shard; pin: in memory that a GPU can read. blocks: between
+        which shards are cut."""
+        is_mapped = ranks > 1 and device.type == "cpu" and not pin
+        members, self.layout = layout_of(members, ranks, is_mapped, not use_orig_params, blocks)
         originals = [member.parameter for member in members]
         locals_ = [_torch_private.local_part(p.detach()) for p in originals]
         self.dtype = originals[0].dtype
         # Slots and names only: a FlatParameter replaces the parameters themselves.
         self.orig_params = tuple(member.param_slots for member in members)
-        shapes = [tuple(p.shape) for p in locals_]
-        names = [member.name for member in self.orig_params]
-        align = max(ALIGN_NBYTES // self.dtype.itemsize, 1)
-        self.layout: FlatLayout = flat_layout(names, shapes, ranks=ranks, align=align)
-        if ranks > 1 and device.type == "cpu" and not pin:
-            numel = in_whole_pages(self.layout.shard_numel, self.dtype)
-            self.layout = dataclasses.replace(self.layout, shard_numel=numel)
         self.rank, self.numel = rank, self.layout.shard_numel
         self.parallel = [TensorParallel.of(p) for p in originals]
         # [S], padding zero
@@ -225,14 +219,21 @@ class FlatStore(StateStore, ReduceForm):
         return (value,) if parallel is None else (parallel.local(value),)
 
     def grads(self, total: Tensor) -> list[Tensor]:
-        """total: [S]. Each view is this rank's part: 1-D or, with one rank, in its shape."""
+        """total: [S]. Each view is this rank's part: 1-D or, with one rank, in its shape; of blocks
+        of rows, these rows."""
         if self.is_flattened:
             return [total]
         sizes, numbers = self._split
         parts = list(map(total.split_with_sizes(sizes).__getitem__, numbers))
-        if self.layout.ranks > 1:
+        if self._part_shapes is None:
             return parts
-        return [p.view(param.shape) for p, param in zip(parts, self.layout.params, strict=True)]
+        return [part.view(shape) for part, shape in zip(parts, self._part_shapes, strict=True)]
+
+    @functools.cached_property
+    def _part_shapes(self) -> list[tuple[int, ...]] | None:
+        """The shapes of this rank's parts; None: all are 1-D."""
+        shapes = [self.sharded_shape(index, self.rank) for index in self.indices]
+        return None if all(len(shape) == 1 for shape in shapes) else shapes
 
     @functools.cached_property
     def _split(self) -> tuple[list[int], list[int]]:
@@ -308,7 +309,7 @@ class FlatStore(StateStore, ReduceForm):
             return (self.layout.shard_numel,)
         if self.layout.ranks == 1:
             return self.layout.params[index].shape
-        return (self.layout.part(index, rank).numel,)
+        return self.layout.params[index].part_shape(self.layout.part(index, rank).numel)
 
     @property
     def flat_parameter(self) -> FlatParameter | None:

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import typing
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
+from fsdp_compat.optim import ShardBlocks
 from tests.support.beside_torch import recorded
 from tests.support.fully_sharded import OURS, Library
 from tests.support.models import DIM, Layer, RecomputesBlocks, Shifted, Stack
@@ -84,6 +85,12 @@ PRECISIONS = {
 # than the sum of magnitudes. A lost rank is 2^-2 and more.
 SENT_IN_BF16 = 2**-6
 
+# Elements that stay together.
+BLOCKS: dict[str, Callable[[str, nn.Parameter], int]] = {
+    "7": lambda name, p: 7,
+    "rows": lambda name, p: max(p[0].numel() if p.dim() > 1 else 1, 1),
+    "whole": lambda name, p: max(p.numel(), 1),
+}
 FULL_SHARD, FULLY_SHARD = "FULL_SHARD", "fully_shard"
 CHECKPOINTS = [
     "",
@@ -112,6 +119,7 @@ FLAT_FIELDS: dict[str, Sequence[Any]] = FIELDS | {
     "prefetch": ["PRE", "PRE forward", "POST", "POST forward", "NONE", "NONE forward"],
     "limit_all_gathers": [True, False],
     "comm_hook": [False, True],
+    "blocks": ["", "7", "rows", "whole"],  # of the shards, see BLOCKS
 }
 ROW_FIELDS: dict[str, Sequence[Any]] = FIELDS | {
     "front_end": [FULLY_SHARD],
@@ -143,6 +151,7 @@ class Case:
     optimizer: str = "SGD"
     evaluates: bool = False
     shape: str = ""
+    blocks: str = ""
 
     def __post_init__(self) -> None:
         fields = ROW_FIELDS if self.has_rows else FLAT_FIELDS
@@ -313,6 +322,8 @@ def _flat(case: Case, model: Any, library: Library) -> Any:
         "forward_prefetch": bool(forward),
         "limit_all_gathers": case.limit_all_gathers,
     }
+    if case.blocks:
+        options["shard_blocks"] = ShardBlocks(BLOCKS[case.blocks], max_padding=9)
     wrap = library.FullyShardedDataParallel
     if case.wrapping == "by hand":
         model.blocks = nn.ModuleList(wrap(block, **options) for block in model.blocks)

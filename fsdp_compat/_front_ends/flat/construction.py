@@ -19,7 +19,8 @@ from ..._engine.module_view import mark
 from ..._engine.ownership import OrigParam, assign_owners, group_members, named_within
 from ..._engine.preparation import Preparation
 from ..._engine.state_store import flat_param_name
-from ..._state.units import FSDP_WRAPPED_MODULE, attribute_order_of
+from ..._state.units import FSDP_WRAPPED_MODULE, attribute_order_of, clean_name
+from ..._stores.flat_cuts import UnitBlocks
 from ..._stores.flat_store import FlatParameter, FlatStore
 from ...api import MixedPrecision, as_ours
 from ...errors import UsageError
@@ -56,6 +57,7 @@ class WrappingPlan:
     params: dict[nn.Module, list[OrigParam]]
     preparation: Preparation
     places: Mapping[nn.Module, Sequence[tuple[nn.Module, str]]]  # (parent, name) of each unit
+    blocks: Mapping[nn.Module, UnitBlocks]  # of units that are cut between blocks
 
 
 def plan(module: nn.Module, policy: Any, kwargs: Mapping[str, Any]) -> WrappingPlan:
@@ -106,11 +108,12 @@ def plan(module: nn.Module, policy: Any, kwargs: Mapping[str, Any]) -> WrappingP
     is_chosen = isinstance(module, tuple(getattr(policy, "_module_classes", ())))
     if policy is not None and not (chosen or wrappers or is_chosen):
         _warn_of_policy(module, settings)
+    params = {unit: named_within(unit, members) for unit, members in owned.items()}
     made = WrappingPlan(
         root=module,
         settings=units,
         cast_around=[child for child in apart if casts and child not in taken],
-        params={unit: named_within(unit, members) for unit, members in owned.items()},
+        params=params,
         preparation=Preparation(
             module,
             units,
@@ -121,6 +124,7 @@ def plan(module: nn.Module, policy: Any, kwargs: Mapping[str, Any]) -> WrappingP
             not_broadcast=settings.ignored_parameters,
         ),
         places=places_of(units, module),
+        blocks=_blocks_of(module, units, params),
     )
     replaced = [
         name
@@ -135,6 +139,25 @@ def plan(module: nn.Module, policy: Any, kwargs: Mapping[str, Any]) -> WrappingP
     ]
     refuse_optimizers_in_backward(module, replaced)
     return made
+
+
+def _blocks_of(
+    root: nn.Module,
+    units: Mapping[nn.Module, Settings],
+    params: Mapping[nn.Module, Sequence[OrigParam]],
+) -> dict[nn.Module, UnitBlocks]:
+    """Return the blocks that users ask for. Raises UsageError if they need too much padding."""
+    in_model = {parameter: clean_name(name) for name, parameter in root.named_parameters()}
+    found = dict[nn.Module, UnitBlocks]()
+    for unit, its in units.items():
+        if its.shard_blocks is not None:
+            where = f"FullyShardedDataParallel of a {type(unit).__name__}"
+            asked = UnitBlocks.asked_for(its.shard_blocks, params[unit], in_model, where)
+            ranks, found[unit] = its.mesh.shard.ranks, asked
+            for _, members in group_members(params[unit]):
+                is_mapped = ranks > 1 and its.home.type == "cpu" and not its.pins
+                asked.check(members, ranks, is_mapped, not its.use_orig_params)
+    return found
 
 
 def _warn_of_containers(units: Iterable[nn.Module]) -> None:
@@ -184,18 +207,20 @@ def _require_alike(plan: WrappingPlan) -> None:
     names = {module: name for name, module in plan.root.named_modules()}
     parts = []
     for module, settings in plan.settings.items():
-        facts = [agreement.unit(names[module]), *_facts(settings, plan.params[module])]
+        facts = _facts(settings, plan.params[module], plan.blocks.get(module))
+        facts.insert(0, agreement.unit(names[module]))
         parts.append((settings.mesh, settings.device, facts))
     where = f"FullyShardedDataParallel of a {type(plan.root).__name__}"
     agreement.require_all_alike(parts, where)
 
 
-def _facts(settings: Settings, params: Iterable[OrigParam]) -> list[str]:
+def _facts(settings: Settings, params: Iterable[OrigParam], blocks: UnitBlocks | None) -> list[str]:
     """Return what must be alike on all ranks of a unit with these parameters."""
     values = [(param.name, param.parameter) for param in params]
-    return settings.facts() + [
-        agreement.parameter(name, value.shape, value.dtype, value.requires_grad)
-        for name, value in values
+    return [
+        *settings.facts(),
+        *(f"{name} in blocks of {its.size}" for name, its in (blocks.of if blocks else {}).items()),
+        *(agreement.parameter(n, its.shape, its.dtype, its.requires_grad) for n, its in values),
     ]
 
 
@@ -207,7 +232,8 @@ def _build(plan: WrappingPlan, module: nn.Module, wrapper: nn.Module) -> None:
     order = attribute_order_of(module)
     mark(module, settings.ignored_modules)
     params = plan.preparation.of_unit(module, plan.params.pop(module))
-    facts = _facts(settings, params)  # now: stores cut the parameters
+    blocks = plan.blocks.get(module)
+    facts = _facts(settings, params, blocks)  # now: stores cut the parameters
     with torch.inference_mode(False), torch.no_grad():
         stores = [
             FlatStore(
@@ -217,7 +243,8 @@ def _build(plan: WrappingPlan, module: nn.Module, wrapper: nn.Module) -> None:
                 flat_slot=(module, flat_param_name(index)),
                 use_orig_params=settings.use_orig_params,
                 device=settings.home,
-                pin=settings.offload and settings.device.type != "cpu",
+                pin=settings.pins,
+                blocks=blocks,
             )
             for index, (_, members) in enumerate(group_members(params))
         ]

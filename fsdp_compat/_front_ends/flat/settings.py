@@ -32,6 +32,7 @@ from ..._engine.device import is_simulated
 from ..._engine.dtypes import Precision, is_packed
 from ..._engine.schedule import Prefetch, RuntimeOptions
 from ..._engine.unit import UnitOptions
+from ..._stores.flat_cuts import ShardBlocks, shard_blocks_of
 from ...api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, as_ours
 from ...errors import UsageError, function_or_none, require_float_dtype, truth, wrong_type
 
@@ -76,6 +77,7 @@ class Settings:
     keep_units_below: int  # in elements; smaller units are not resharded after forward
     forward_prefetch: bool  # the argument, only for clients that read it
     limit_all_gathers: bool  # likewise
+    shard_blocks: ShardBlocks | None
 
     def precision(self, dtype: torch.dtype) -> Precision:
         """Return the dtypes of a group of ``dtype``."""
@@ -110,6 +112,11 @@ class Settings:
     def home(self) -> torch.device:
         """The device that holds the shards."""
         return torch.device("cpu") if self.offload else self.device
+
+    @property
+    def pins(self) -> bool:
+        """Whether shards lie in memory of the host that a device reads."""
+        return self.offload and self.device.type != "cpu"
 
     @property
     def uncast_classes(self) -> tuple[type[nn.Module], ...]:
@@ -148,6 +155,7 @@ def resolve(module: nn.Module, kwargs: Mapping[str, Any]) -> Settings:
     small = kwargs["keep_units_below"]
     if not isinstance(small, int) or isinstance(small, bool) or small < 0:
         raise _wrong_type("keep_units_below", "a number of elements, 0 or more", small)
+    blocks = shard_blocks_of(kwargs["shard_blocks"], _WHERE)
     mesh, group, device_mesh = _mesh(strategy, kwargs["process_group"], kwargs["device_mesh"])
     device = _device(module, kwargs["device_id"], group)
     _check_fields(precision, offload)
@@ -188,6 +196,7 @@ def resolve(module: nn.Module, kwargs: Mapping[str, Any]) -> Settings:
         keep_units_below=small,
         forward_prefetch=bool(kwargs["forward_prefetch"]),
         limit_all_gathers=bool(kwargs["limit_all_gathers"]),
+        shard_blocks=blocks,
     )
 
 

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Unpack
 
 from ..._engine.runtime import run_as_forward
+from ..._stores.flat_cuts import ShardBlocks
 from ...errors import UsageError, with_arguments_checked
 from . import state
 from .module import FSDPModule, shard_class
@@ -37,6 +38,7 @@ class _Options(typing.TypedDict, total=False):
     ignored_params: set[nn.Parameter] | None
     dp_mesh_dims: DataParallelMeshDims | None
     allow_unused_units: bool
+    shard_blocks: int | Callable[[str, nn.Parameter], int] | ShardBlocks | None
 
 
 @typing.overload
@@ -59,6 +61,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     allow_unused_units: bool = False,
+    shard_blocks: int | Callable[[str, nn.Parameter], int] | ShardBlocks | None = None,
 ) -> Any:
     """Shard the parameters of a module over ranks, in place, and return it.
 
@@ -94,6 +97,9 @@ def fully_shard(
         allow_unused_units: on the root, let ranks use different modules, or different parameters of
             a module, in a step. They vote once per backward, on the CPU if the process group has a
             backend for it; without one, the host waits for the device.
+        shard_blocks: as that of FullyShardedDataParallel, with names that begin at ``module``. A
+            DTensor has ceil(rows / ranks) rows on each rank, without padding, so blocks that this
+            would cut are refused.
 
     Returns:
         ``module``, or the given list, whose modules are instances of FSDPModule now.
@@ -111,6 +117,7 @@ def fully_shard(
         ignored_params=ignored_params,
         dp_mesh_dims=dp_mesh_dims,
         allow_unused_units=allow_unused_units,
+        shard_blocks=shard_blocks,
     )
     made = state.apply(planned)
     for each in made.modules:

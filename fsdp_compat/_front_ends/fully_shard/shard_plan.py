@@ -13,7 +13,9 @@ from torch import nn
 
 from ... import _torch_private
 from ..._engine.ownership import OrigParam, ParamSlots
+from ..._layout.rows import Cut
 from ..._stores.extension import has_extension
+from ..._stores.flat_cuts import ShardBlocks, UnitBlocks, shard_blocks_of
 from ..._stores.placement import DataMesh, RowPlacement, placement_of
 from ...errors import (
     AssertedUsageError,
@@ -94,6 +96,7 @@ def plan(
     ignored_params: Any,
     dp_mesh_dims: Any,
     allow_unused_units: Any,
+    shard_blocks: Any,
 ) -> ShardPlan:
     """Check the arguments of ``fully_shard`` and decide what it will make. Raises UsageError.
     Collective only if several dimensions of a mesh are flattened into one."""
@@ -125,7 +128,11 @@ def plan(
     reshard, partial_ranks = arguments.reshard_of(reshard_after_forward, default.mesh)
     if default.mesh.spmd is not None:
         sharding_checks.require_dtensors_on(default.mesh.spmd, managed.params)
+    blocks = shard_blocks_of(shard_blocks, arguments.WHERE)
     stores = _stores(managed.params, placement_fn, default, policy)
+    if blocks is not None:
+        for store in stores:
+            _require_whole_blocks(store, blocks)
     if partial_ranks and any(store.mesh is not default.mesh for store in stores):
         raise NotImplementedUsageError.of(
             "reshard_after_forward as a number works with one mesh only.",
@@ -237,6 +244,29 @@ def _stores(
         store.params.append(param)
         store.placements.append(_row_placement(param, placed))
     return list(stores.values())
+
+
+def _require_whole_blocks(store: PlannedStore, blocks: ShardBlocks) -> None:
+    """Raise UsageError unless the rows of every rank are whole blocks."""
+    in_model = {param.parameter: param.name for param in store.params}
+    asked = UnitBlocks.asked_for(blocks, store.params, in_model, arguments.WHERE).of
+    ranks = store.mesh.size(store.mesh.shard_dim)
+    for param, placement in zip(store.params, store.placements, strict=True):
+        shape, its = tuple(_torch_private.local_part(param.parameter).shape), asked[param.name]
+        cut = Cut(shape, placement.dim, ranks)
+        parts = [numel for rank in range(ranks) if (numel := cut.part_numel(rank))]
+        are_whole = cut.is_contiguous and not parts[0] % its.size and min(parts) >= its.least
+        if cut.dim is None or len(parts) < 2 or are_whole:
+            continue
+        raise UsageError.of(
+            "The rows of a rank are not whole blocks.",
+            expected=f"parts of whole blocks of {its.size:,} elements, at least {its.least:,}",
+            got=f"parts of {parts[0]:,} to {parts[-1]:,} elements, cut along dim {cut.dim}",
+            where=f"argument 'shard_blocks' of fully_shard, parameter {param.name!r} of shape "
+            f"{shape} over {ranks} ranks",
+            fix="use blocks that divide these parts, or another number of ranks; "
+            "FullyShardedDataParallel(use_orig_params=True, shard_blocks=...) adds padding instead",
+        )
 
 
 def _of_one_mesh(placed: Placed, name: str, infos: dict[tuple[object, ...], Placed]) -> Placed:

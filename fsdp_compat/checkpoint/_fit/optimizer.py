@@ -3,6 +3,8 @@ groups."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,11 +15,15 @@ from ... import _torch_private
 from ..._archive.archive import is_count, is_per_element
 from ..._engine.group import Group
 from ..._layout.box import Box
+from ..._layout.spec import Interval
+from ..._state.block_states import Recut, keys_of_blocks, recut_of
+from ..._state.dry_run import StatesLike
 from ..._state.held import HeldPart, of_whole
 from ..._state.optim_contents import (
     CompositeOptimizer,
     NumberedState,
     inner_optimizers,
+    of_tensors,
     ownership_of,
 )
 from ..._state.optim_fit import (
@@ -55,6 +61,7 @@ class OptimizerLoadPlan:
         units, path = units_of(model), str(source.path)
         where = f"the state of {type(optimizer).__name__}"
         self._owned = ownership_of(optimizer.param_groups, where, units, model)
+        self._created = StatesLike(self._owned, optimizer)
         self._settings: list[dict[str, Any]] = [{} for _ in optimizer.param_groups]
         self._state: dict[nn.Parameter, dict[Any, Any]] = {}  # by parameter of the optimizer
         self._kept: set[nn.Parameter] = set()  # parameters whose state is left as it is
@@ -110,7 +117,10 @@ class OptimizerLoadPlan:
         kept = {p: states[p] for p in numbers if p in self._kept and p in states}
         users = {k: v for k, v in states.items() if not isinstance(k, torch.Tensor)} | self._users
         state = {
-            parameter: {key: _as_state(key, value, parameter) for key, value in values.items()}
+            parameter: {
+                key: _as_state(key, self._put_together(parameter, key, value), parameter)
+                for key, value in values.items()
+            }
             for parameter, values in self._state.items()
         }
         optimizer.load_state_dict(
@@ -123,12 +133,21 @@ class OptimizerLoadPlan:
         for parameter, values in state.items():
             for key, value in values.items():
                 loaded = getattr(optimizer.state[parameter].get(key), "dtype", None)
-                if isinstance(value, dict) and loaded is not None:
-                    continue  # the optimizer has put a tensor together
+                is_taken = loaded is not None or key not in optimizer.state[parameter]
+                if isinstance(value, dict) and is_taken:
+                    continue  # the optimizer has put a tensor together, or taken the dict apart
                 if not isinstance(value, torch.Tensor) or loaded not in (None, value.dtype):
                     optimizer.state[parameter][key] = value
         for key, values in (*kept.items(), *users.items()):
             optimizer.state[key] = values
+
+    def _put_together(self, parameter: nn.Parameter, key: Any, value: Any) -> Any:
+        """Return a state that was read: of this part, and in one tensor."""
+        if isinstance(value, Recut):
+            return value.value()
+        is_in_dict = isinstance(value, dict) and not isinstance(self._optimizer, CompositeOptimizer)
+        like = self._created(parameter).get(key) if is_in_dict else None
+        return of_tensors({key: value}, {key: like})[key]
 
     def _plan_states(self, taken: Sequence[HeldPart], groups: Sequence[Group]) -> None:
         source, owned, parts = self._source, self._owned, self._parts
@@ -145,10 +164,15 @@ class OptimizerLoadPlan:
                 self._kept.add(param)
             elif not owned.is_vacant(param):
                 parts |= inside
-        entries = {name: source.state_of(held) for name, held in parts.items()}
+        entries = {name: dict(source.state_of(held)) for name, held in parts.items()}
+        others = {name: self._take_blocks(name, entries[name]) for name in parts}
         cut = per_element(owned, entries, str(source.path))
         for name, held in parts.items():
-            entries[name] = {**entries[name], **source.rank_local_states(held)}
+            own, of_parts = source.rank_local_states(held)
+            entries[name] = {**entries[name], **own}
+            others[name] |= of_parts
+            for key, pieces in others[name].items():
+                entries[name][key] = self._recut(name, key, pieces)
         for param, found in bring(owned, entries, cut, groups, self).items():
             present: dict[Any, Any] = self._optimizer.state.get(param) or {}
             if not parts.keys() >= {*owned.names_in(param)}:
@@ -156,6 +180,26 @@ class OptimizerLoadPlan:
             if found:
                 keys = dict.fromkeys([*present, *found])  # in the optimizer's order
                 self._state[param] = {key: found[key] for key in keys if key in found}
+
+    def _take_blocks(self, name: str, entry: dict[Any, Any]) -> dict[Any, dict[Interval, Any]]:
+        """Take the states of blocks of a whole parameter out of ``entry``."""
+        whole = Interval(0, math.prod(self._parts[name].shape))
+        keys = keys_of_blocks(self._owned, name, entry, self._created)
+        return {key: {whole: entry.pop(key)} for key in keys}
+
+    def _recut(self, name: str, key: Any, pieces: Mapping[Interval, Any]) -> Recut:
+        """Return a state of other parts as one of blocks. Raises CheckpointError if it is none."""
+        if (recut := recut_of(self._owned, name, key, pieces, self._created)) is None:
+            raise CheckpointError.of(
+                "An optimizer state belongs to one rank's part of a parameter, and the parts have "
+                "changed.",
+                expected=f"the ranks, wrapping and placement that state {key!r} was saved with",
+                got="another number of ranks, or another wrapping or use_orig_params",
+                where=f"{name}, in {self._source.path}",
+                fix="load with as many ranks and the same wrapping, or without the optimizer",
+            )
+        its = [(part, self._source.planned(value)) for part, value in recut.pieces]
+        return dataclasses.replace(recut, pieces=its)
 
     # -- how values are brought: they are read later
 

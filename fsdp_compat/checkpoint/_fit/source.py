@@ -19,6 +19,7 @@ from ..._archive.reader import Files, Read, read_all, reads_of, sample
 from ..._archive.walk import leaves, map_values
 from ..._engine.state_store import store_of
 from ..._layout.box import Box
+from ..._layout.spec import Interval
 from ..._progress import progress_bar
 from ..._state.held import HeldPart
 from ...errors import CheckpointError
@@ -130,10 +131,13 @@ class Source:
         native = self._native
         return self.archive.states.get(name, {}) if native is None else native.state_of(name)
 
-    def rank_local_states(self, held: HeldPart) -> dict[Any, Any]:
-        """Return the states that fit only this rank's part of a parameter."""
+    def rank_local_states(
+        self, held: HeldPart
+    ) -> tuple[dict[Any, Any], dict[Any, dict[Interval, Any]]]:
+        """Return the states of this rank's part of a parameter; or those of the parts, by their
+        elements, that other ranks had of it when they were saved."""
         if self._native is None or (name := self._state_name(held)) is None:
-            return {}
+            return {}, {}
         share = None if held.group is None else held
         is_flattened = held.group is not None and store_of(held.group).is_flattened
         return self._native.rank_local_states(name, share, is_flattened)

@@ -41,7 +41,7 @@ from ..._comm.host_memory import memory_of
 from ..._layout.box import Box, Piece, Share
 from ..._layout.spec import Interval, extent, flat_layout, row_major_strides, runs_of_part
 from ..._progress import Tick
-from ...errors import CheckpointError, UsageError
+from ...errors import UsageError
 from .._folder.directory import latest
 from .._folder.publishing import write_text
 from .._live.values import Put, decode, encode, tensor_as_text, tensor_from_text
@@ -246,33 +246,40 @@ class NativeCheckpoint:
 
     def rank_local_states(
         self, name: str, share: Share | None, is_flattened: bool
-    ) -> dict[Any, Any]:
-        """Return the states of one rank's part. Raises CheckpointError if ``share`` differs, see
-        ``FlatGroup.is_cut_as``; None: an unmanaged tensor."""
-        states: dict[Any, Any] = {}
+    ) -> tuple[dict[Any, Any], dict[Any, dict[Interval, Any]]]:
+        """Return the states of one rank's part; or, if that is not as ``share``, see
+        ``FlatGroup.is_cut_as``, those of all parts that share elements with it, by these. None: an
+        unmanaged tensor."""
+        own, others = dict[Any, Any](), dict[Any, dict[Interval, Any]]()
         places = self._files_with(self.parameters[name]) if name in self.parameters else []
         alike = [
-            (group, index, self.manifest.axes[group.axis][share.rank])
+            (group, index, [share.rank])
             for group, index, _ in places
             if share is not None and group.is_cut_as(index, share, is_flattened)
         ]
-        for group, index, number in alike or places:
-            for its_index, key, value in self.head(number).own.get(group.name, []):
-                if its_index != index:
-                    continue
-                if not alike:
-                    raise CheckpointError.of(
-                        "An optimizer state belongs to one rank's part of a parameter, and the "
-                        "parts have changed.",
-                        expected=f"the ranks, wrapping and placement that state {key!r} was saved "
-                        "with",
-                        got="another number of ranks, or another wrapping or use_orig_params",
-                        where=f"{name}, in {self.path}",
-                        fix="load with as many ranks and the same wrapping, or without the "
-                        "optimizer",
-                    )
-                states[key] = self._value(value, f"state {key!r}", number)
-        return states
+        for group, index, ranks in alike or [self._ranks_with(*place, share) for place in places]:
+            for rank in ranks:
+                number = self.manifest.axes[group.axis][rank]
+                for its_index, key, encoded in self.head(number).own.get(group.name, []):
+                    if its_index == index:
+                        value = self._value(encoded, f"state {key!r}", number)
+                        of_blocks = any(spec.block > 1 for spec in group.layout.params)
+                        part = group.layout.part(index, rank) if of_blocks else Interval(0, 0)
+                        own[key] = value
+                        others.setdefault(key, {})[part] = value
+        return (own, {}) if alike else ({}, others)
+
+    def _ranks_with(
+        self, group: FlatGroup, index: int, number: int, share: Share | None
+    ) -> tuple[FlatGroup, int, list[int]]:
+        """Return the ranks that had some of the elements of ``share``; or the one with file
+        ``number``, if parts of whole parameters cannot be compared."""
+        axis, layout = self.manifest.axes[group.axis], group.layout
+        if share is None or not (share.piece.is_whole and group.pieces[index].is_whole):
+            return group, index, [axis.index(number)]
+        ranks = range(len(axis))
+        wanted = share.part
+        return group, index, [n for n in ranks if layout.part(index, n).clipped(wanted)]
 
     # -- where things lie
 

@@ -68,6 +68,9 @@ class NamedGroup:
         names = tuple(map(self.names, self.params))
         pieces = tuple(share_of(self.group, index).piece for index in self.params)
         dtype, layout = self.group.store.dtype, self.section.layout
+        if store_of(self.group).is_flattened:  # states of blocks are those of all parameters
+            specs = (dataclasses.replace(spec, block=1) for spec in layout.params)
+            layout = dataclasses.replace(layout, params=tuple(specs))
         return FlatGroup(self.name, dtype, axis, layout, names, pieces)
 
 

@@ -20,7 +20,14 @@ from ..._archive.walk import LEFT_OUT
 from ..._engine.device import has_streams
 from ..._engine.state_store import store_of
 from ..._state.held import unmanaged_state
-from ..._state.optim_contents import HeldStates, Kinds, StateKind, classify_all, ownership_of
+from ..._state.optim_contents import (
+    HeldStates,
+    Kinds,
+    StateKind,
+    classify_all,
+    in_tensors,
+    ownership_of,
+)
 from ..._state.optimizer_checks import cut_state
 from ..._state.rank_local import warn_of_layout
 from ..._state.units import units_of
@@ -139,6 +146,7 @@ def _add_optimizer(
         f"{named.names(named.params[number])[0]}.{key}"
         for named in written
         for number, key, _ in snapshot.head.own.get(named.name, [])
+        if not store_of(named.group).has_blocks
     ]
     warn_of_layout(rank_local, optimizer, stacklevel=6)
     of_first_replica = {
@@ -208,7 +216,7 @@ def _states(
                 continue
             is_scalar = kind is StateKind.SCALAR
             put = tensor_as_text if is_scalar else snapshot.under("own", named.name, str(key))
-            encoded = snapshot.encoded(name, key, value, put)
+            encoded = snapshot.encoded(name, key, in_tensors({key: value})[key], put)
             if is_scalar and encoded is not LEFT_OUT:
                 yield key, numbers, encoded
             elif encoded is not LEFT_OUT:

@@ -42,6 +42,12 @@ def test_two_ranks_train_as_the_unsharded_model(case: Case) -> None:
     run_ranks(2, trains_as_unsharded, case)
 
 
+@pytest.mark.parametrize("front_end", ["flat", "original"])
+def test_shards_of_whole_blocks_train_as_the_unsharded_model(front_end: str) -> None:
+    for blocks in ("7", "rows", "whole"):
+        run_ranks(3, trains_as_unsharded, Case(front_end, blocks=blocks, clip="2", frozen="some"))
+
+
 def test_three_ranks_train_as_the_unsharded_model() -> None:
     odd: dict[str, str] = {"checkpoint": "function reentrant", "frozen": "some", "clip": "inf"}
     case = Case("flat", "SHARD_GRAD_OP", comm_hook=True, backwards="nns", **odd)  # type: ignore[arg-type]

@@ -72,6 +72,7 @@ BESIDE_TORCH = FLAT_FIELDS | {
     "frozen": ["", "unit"],
     "clip": [""],
     "comm_hook": [False],
+    "blocks": [""],
     "evaluates": [False],
 }
 
