@@ -15,7 +15,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from fsdp_compat import UsageError
+from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat import UsageError, checkpoint
+from fsdp_compat.optim import ShardBlocks
+from tests.examples.test_readme import blocks
+from tests.examples.test_recipes import run_recipe
 from tests.state.test_whole_parameters import (
     LAYOUTS,
     WAYS,
@@ -136,6 +140,62 @@ def _run(module: str, options: dict[str, Any], folder: Path) -> None:
                 load(way, folder / way, model, optimizer)
                 train(model, optimizer, (2, 3))
                 assert_near(values(model), plain.state_dict(), is_exact=False)
+
+
+def _quantized_blocks(name: str, parameter: nn.Parameter) -> int:
+    """Blocks of torchao, which leaves parameters that these do not divide as they are."""
+    return 256 if parameter.numel() % 256 == 0 else parameter.numel()
+
+
+# by package: blocks of shards in which its 8-bit optimizers step as in one process
+SHARD_BLOCKS = {
+    "bitsandbytes.optim": ShardBlocks(256, least_part=4096, max_padding=9),
+    "torchao.optim": ShardBlocks(_quantized_blocks, least_part=4096, max_padding=9),
+}
+
+
+@pytest.mark.parametrize("module", SHARD_BLOCKS)
+def test_shards_of_blocks_are_stepped_as_in_one_process(module: str, tmp_path: Path) -> None:
+    needs(module)
+    for world_size in (2, 1, 3, 4):  # the first one saves
+        run_ranks(world_size, _step_shards, module, tmp_path, timeout=400)
+
+
+def _step_shards(module: str, folder: Path) -> None:
+    ranks = dist.get_world_size()
+    for name, options in OPTIMIZERS[module]:
+        make = functools.partial(made, module, name, {"lr": options["lr"]})
+        with about((name, ranks)):
+            plain = Wide()
+            train(plain, right := make(plain.parameters()), (0, 1), 2)
+            model = LAYOUTS["original"](Wide(), shard_blocks=SHARD_BLOCKS[module])
+            optimizer = make(model.parameters())
+            if ranks == 2:
+                train(model, optimizer, (0, 1))
+                checkpoint.save(folder / name, model, optimizer, step=2)
+                if dist.get_rank() == 0:
+                    torch.save(right.state_dict(), folder / f"{name}.pt")
+            else:
+                checkpoint.load(folder / name, model, optimizer)
+            saved = {d for s in optimizer.state.values() for v in tensors_in(s) for d in [v.dtype]}
+            assert torch.uint8 in saved or not any(p.numel() >= 4096 for p in model.parameters())
+            train(plain, right, (2, 3), ranks)
+            train(model, optimizer, (2, 3))
+            assert_near(values(model), plain.state_dict(), is_exact=True)
+            if ranks != 2:  # as a plain process has saved it
+                given = torch.load(folder / f"{name}.pt", weights_only=False)
+                optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, given))
+                train(model, optimizer, (2,))
+
+
+def _train_in_8_bits(directory: Path) -> None:
+    (recipe,) = blocks("examples/README.md", "python", "8-bit and block-wise optimizers")
+    assert run_recipe(recipe, directory)["optimizer"].state
+
+
+def test_the_recipe_of_blocks_runs(tmp_path: Path) -> None:
+    needs("bitsandbytes.optim")
+    run_ranks(2, _train_in_8_bits, tmp_path)
 
 
 def tensors_in(state: dict[Any, Any]) -> Iterator[torch.Tensor]:

@@ -248,6 +248,7 @@ ELSEWHERE = [  # tests/clients/test_recipes.py runs it
     *ALONE,
     *blocks("examples/README.md", "python", "A Transformers model"),
     *blocks("examples/README.md", "python", "LoRA"),
+    *blocks("examples/README.md", "python", "8-bit and block-wise optimizers"),
     *(ALONE_OR_SPAWNED := blocks("examples/README.md", "python", "Tests, notebooks and spawn")),
 ]
 
