@@ -35,6 +35,7 @@ from tests.state.test_whole_parameters import assert_near, batch, train, values
 from tests.support.cases import about
 from tests.support.models import Residual
 from tests.support.ranks import on_ranks, run_ranks
+from tests.support.traffic import collectives
 
 BLOCK, LEAST = 16, 32  # of Quantized
 
@@ -150,6 +151,8 @@ def test_steps_are_those_of_one_process_without_an_exchange(world_size: int, nam
             assert optim.check(model, optimizer) == []
             train(model, optimizer)
         assert_near(values(model), expected(make, world_size), is_exact=True)
+        model(batch(0)).square().mean().backward()
+        assert not collectives(model, optimizer.step).total()
 
 
 @on_ranks(2)

@@ -475,9 +475,10 @@ class Pair:
             reshard(self.model)  # unsharded parameters have no gradients
             self._compare_by_name("gradient", lambda p: p.grad)
         for group, plain in self.groups:
-            if any(param.numel() for param, _ in group.store.sharded_params):
+            held = [its for param, its in group.store.sharded_params if param.numel()]
+            if held:
                 expected = None
-                if any(p.grad is not None for p in plain):
+                if any(plain[index].grad is not None for its in held for index in its):
                     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in plain]
                     expected = self._own(group, grads)
                 self._compare(own_gradient(group), expected, f"{group.name}: gradients")
