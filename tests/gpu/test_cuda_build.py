@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -58,6 +59,7 @@ class Case:
     eager: bool = False  # NCCL is initialised with the group
     keeps_grads: bool = False  # zero_grad(set_to_none=False)
     freezes: bool = False  # the attention of each layer
+    rows: bool = False  # shards are cut between rows
 
     def __str__(self) -> str:
         values = {field: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -120,6 +122,8 @@ def wrapped(case: Case, library: Any, device: torch.device) -> Any:
     if case.recomputes:
         apply_activation_checkpointing(model, check_fn=lambda child: isinstance(child, Layer))
     options: dict[str, Any] = {"sync_module_states": True} if case.moves else {}
+    if case.rows and library is not torch_fsdp:
+        options["shard_blocks"] = lambda name, p: math.prod(p.shape[1:])
     model = sharded(
         model,
         case.front_end,
@@ -256,6 +260,8 @@ CASES = [
     *(Case(strategy=strategy, freezes=True) for strategy in ("FULL_SHARD", "HYBRID_SHARD")),
     Case(strategy="SHARD_GRAD_OP", freezes=True, precision=LOW[1]),
     Case(freezes=True, recomputes=True, backwards=2),
+    Case(rows=True, precision=LOW[1], max_norm=0.5),
+    Case(rows=True, offload=True, backwards=2),
 ]
 # The host waits once more per step than with the better of torch's: for the copies of a unit whose
 # gradients it adds to those of an earlier backward.
