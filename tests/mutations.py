@@ -282,8 +282,8 @@ BREAKS = (
     ),
     Break(
         "gradients that are zero on one rank dropped there",
-        "self._buffer.zero(self._store.sharded_params[position].unsharded_params)",
-        "self._buffer.drop(self._store.sharded_params[position].unsharded_params)",
+        "self._buffer.zero(self._store.sharded_params[position].indices)",
+        "self._buffer.drop(self._store.sharded_params[position].indices)",
         f"{FRONTENDS}/gradients/test_accumulation.py -k zero_on_one_rank",
     ),
     Break(

@@ -242,9 +242,9 @@ class Gradients:
             return
         replaced, zeroed = self.sharded.take_cleared()
         for position in zeroed:
-            self._buffer.zero(self._store.sharded_params[position].unsharded_params)
+            self._buffer.zero(self._store.sharded_params[position].indices)
         for position in replaced:
-            self._buffer.drop(self._store.sharded_params[position].unsharded_params)
+            self._buffer.drop(self._store.sharded_params[position].indices)
 
     def discard(self) -> None:
         """After a backward that raised: end the reduction in flight, drop other gradients."""

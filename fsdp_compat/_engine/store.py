@@ -49,10 +49,10 @@ from .tensor_parallel import TensorParallel
 
 
 class ShardedParam(typing.NamedTuple):
-    """A parameter as the optimizer sees it, and which unsharded parameters it holds a part of."""
+    """A parameter as the optimizer sees it, and of which unsharded parameters it holds a part."""
 
     parameter: nn.Parameter
-    unsharded_params: Sequence[int]
+    indices: Sequence[int]
 
 
 class ModuleSlot(typing.NamedTuple):

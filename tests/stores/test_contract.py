@@ -145,7 +145,7 @@ def test_shards_have_one_size_and_every_parameter_once_and_pass_the_check(case: 
         assert store.numel * case.ranks >= sum(value.numel() for value in case.values)
         assert store.dtype == torch.float32
         assert store.shard.shape == (store.numel,)
-        indices = [i for sharded in store.sharded_params for i in sharded.unsharded_params]
+        indices = [i for sharded in store.sharded_params for i in sharded.indices]
         assert sorted(indices) == list(range(len(case.values)))
         before = store.shard.clone()
         store.check("unit 'u'")
