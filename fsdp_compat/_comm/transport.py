@@ -268,8 +268,10 @@ class Transport(abc.ABC):
         ``divisor`` (0-d, on the CPU). All ranks get the same bits."""
 
     def continue_all_reduce(self, handle: Handle, total: Tensor, tag: int, what: str) -> Handle:
-        """Take one of the ``all_reduce_steps``, and return the new handle. Every group has taken a
-        step before any group takes the one after."""
+        """Take one of the ``all_reduce_steps``, and return the new handle. A step may wait for what
+        every rank has begun in the step before. Where ranks reduce units in one order, they take
+        all steps in one order; otherwise each rank takes a step of every group before the next of
+        any (``InFlightReductions.start`` and ``finish``)."""
         return handle
 
     @abc.abstractmethod

@@ -42,8 +42,9 @@ class ShardedGrads:
         is_dtensor: bool,
     ) -> None:
         """grad_dtype: of ``.grad``; None: the shard's. is_dtensor: ``.grad`` of DTensors stays None
-        until a reduction and for unused parameters; users' hooks run after each accumulation. For
-        others they run at the end of backward: until then, ranks of a host may read shards."""
+        until a reduction (except for the zeros of ``record``) and for unused parameters; users'
+        hooks run after each accumulation. For others they run at the end of backward: until then,
+        ranks of a host may read shards."""
         self._dtype, self.is_dtensor = grad_dtype or store.dtype, is_dtensor
         self._params: list[nn.Parameter] = [param for param, _ in store.sharded_params]
         # Those whose hooks run at the end of backward

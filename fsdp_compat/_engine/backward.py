@@ -8,8 +8,9 @@ newest first, so when the gradient of a call's output is complete, everything re
 output has run.
 
 Where autograd has a thread for each device, that holds for the nodes of one device only. There
-post-backward also waits for the gradients of the calls' inputs. Both depend on the graph alone,
-never on which parameters have gradients, so that all ranks reduce their units in one order."""
+post-backward also waits for the gradients of the calls' inputs. Both depend on the graph alone, so
+ranks that use the same groups end units in one order, and reduce the same groups: any gradient is
+enough, whichever parameter's. Ranks that may use different units vote (ReduceOrder)."""
 
 from __future__ import annotations
 
@@ -45,8 +46,9 @@ class ReduceOrder(enum.Enum):
     # The same in any order, where messages have tags; at the end those, with zeros, that only other
     # ranks have used, or that the user wants reduced in any case.
     REST_AT_END = enum.auto()
-    # As the former without tags: none in post-backward. In one order during backward, if all ranks
-    # reach the units in this order, or else at the end.
+    # As the former without tags: none in post-backward, all in the reverse order of the units.
+    # During backward, if units are gathered in a fixed order (``Rounds.is_fixed_order``) and all
+    # ranks reach them in it; otherwise at the end.
     FIXED = enum.auto()
 
 
@@ -61,9 +63,9 @@ class Backward:
         self.entered: list[Unit] = []  # between pre-backward and post-backward
         self.reduced: set[Gradients] = set()
         self.order = ReduceOrder.AS_COMPLETE
-        # Not AS_COMPLETE, where ranks may use different units: whether some rank has used them; if
-        # backward reaches units in one order on all ranks, those that it has not passed yet.
+        # Not AS_COMPLETE: whether some rank, without allow_unused_units this one, has used a group.
         self.is_used: dict[Gradients, bool] = {}
+        # FIXED, if units are reduced during backward: those that it has not passed yet.
         self.not_passed: list[Unit] = []
         self.keeps_gathered = False  # backward may reach units again
         # create_graph: the graph of the gradients may read parameters without reaching a hook.
@@ -262,7 +264,8 @@ class BackwardRunner:
         keeps = backward.keeps_params or backward.keeps_gathered
         if not keeps and unit.behavior.reshard_after_backward:
             unit.reshard()  # first: gradients may need the memory
-        # Without tags, ranks must not reduce what happens to be complete already.
+        # Both only without tags. FIXED leaves the unit to ``_reduce_used``; otherwise it waits for
+        # all its calls, because whether any gradient has come before may differ between ranks.
         if backward.order is ReduceOrder.FIXED or (not at_end and unit.calls_left(backward.serial)):
             return
         if self._side is None:

@@ -63,7 +63,8 @@ class Gradients:
         grad_dtype = precision.grad if precision.grad not in (None, store.dtype) else None
         whole = memories[0].unsharded_params
         self.sharded = ShardedGrads(store, whole, grad_dtype, is_dtensor=behavior is not None)
-        self.received: Collection[int] = ()  # indices of parameters whose gradients are here
+        # Indices of parameters whose gradients are here: the buffer's own set, which it changes
+        self.received: Collection[int] = ()
         self.reduction: Reduction | None = None
         self.axes = axes
         self._store, self._memories, self._behavior = store, memories, behavior or Behavior()
@@ -85,7 +86,8 @@ class Gradients:
         return self._behavior.reduction
 
     def wants_reduction(self, sync: bool) -> bool:
-        """True if post-backward is to reduce the received gradients. sync: of the runtime."""
+        """True if post-backward is to reduce the received gradients. Any is enough, so ranks agree
+        even if their data use different parameters of the group. sync: of the runtime."""
         return sync and self._behavior.reduction.sync and bool(self.received)
 
     @property
@@ -127,8 +129,8 @@ class Gradients:
     # -- in every backward
 
     def take(self, index: int, param: nn.Parameter) -> None:
-        """Move the gradient of a parameter with a hook to the buffer: a large one, or any in a
-        backward that creates a graph."""
+        """Move the gradient of a parameter with a hook to the buffer: a large one, or any from the
+        first backward that creates a graph on."""
         grad, param.grad = param.grad, None
         if grad is not None:  # a hook may fire without a gradient
             self._put([index], [grad])
@@ -292,7 +294,8 @@ class InFlightReductions:
             _advance(itertools.chain(self._rest, *self._units), Stage.HOST, Stage.MESSAGES)
         for gradients in of_unit:
             reduction = gradients.start_reduction()
-            if reduction.next is Stage.HOST and is_in_order:  # as on the other ranks of the host
+            # Send to other hosts at once: the ranks of this host, which it waits for, do the same.
+            if reduction.next is Stage.HOST and is_in_order:
                 reduction.advance()
         self._units.append(of_unit)
         if self._frees_at_once:

@@ -75,6 +75,7 @@ class Group:
         # Gradients of large parameters are moved to the reduce buffer as they come, others in
         # post-backward. So are all on a side stream, and where backward begins with all units
         # unsharded: a buffer wider than the parameters must not be allocated before a reshard.
+        # `Checks._check_units` registers their hooks, before the first forward that trains them.
         on_side = side_stream(device, "reduce") is not None
         takes_large = not on_side and (
             reshard_after_forward or precision.reduce.itemsize <= precision.gather.itemsize
@@ -95,7 +96,8 @@ class Group:
     def is_flat(self) -> bool:
         """True for FullyShardedDataParallel. False for fully_shard, with all that follows: sharded
         parameters are DTensors that other code can use (so the store is not guarded), the user may
-        change the unit's behavior, and it may stay unsharded over passes (Freshness)."""
+        change the unit's behavior, and it may stay unsharded over passes (Freshness), as flat units
+        may only over forwards without a graph (``Unit.keep_unsharded``)."""
         return self.behavior is None
 
     @property

@@ -65,7 +65,8 @@ class MappedCopy:
 
     mapping: ShardMapping
     copy: _Copy
-    passes: Collection[object]  # that all ranks are in now: only then shards may be read
+    # That all ranks are in now: only then shards may be read. MappedShards adds and removes them.
+    passes: Collection[object]
     num_holders: int  # of the parameters' memory, through ``copy``
 
 

@@ -3,7 +3,7 @@ it.
 
 Such a unit sends nothing and waits for nothing when it is unsharded. Instead there is a barrier at
 both ends of a pass: after the first, all shards have the values that the pass reads; after the
-second, they may be written to. Outside a pass units are all-gathered."""
+second, they may be written to. Outside a pass, units that copy are all-gathered."""
 
 from __future__ import annotations
 

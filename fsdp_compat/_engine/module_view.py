@@ -26,8 +26,9 @@ from .store import ModuleSlot
 
 class ModuleView:
     """The parameters that one unit's modules show, whatever memory is resident: unsharded ones
-    inside forward, from pre-backward to post-backward, and of fully_shard with
-    reshard_after_forward=False also in between. A freed parameter is never shown."""
+    inside forward, from pre-backward to post-backward, and of fully_shard also afterwards, by
+    unshard(), reshard_after_forward=False or reshard_after_backward=False. A freed parameter is
+    never shown."""
 
     def __init__(
         self,

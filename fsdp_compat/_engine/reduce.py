@@ -422,8 +422,8 @@ GradBuffer = ReduceBuffer | DirectGradBuffer
 
 
 class Reduction:
-    """A reduction in flight, advanced stage by stage or finished at once. Collective: the group,
-    for every method."""
+    """A reduction in flight: begun by the constructor, advanced stage by stage or finished at once.
+    Collective: the group, for every method."""
 
     __slots__ = ("_stages", "grads", "next")
 

@@ -168,6 +168,7 @@ class Runtime:
             if outermost and not recomputing:
                 self._begin_forward()
             self._stack.append(call)
+            # Empty: this is the first call, or all modules were called and begin again.
             if call.module is not None and not recomputing and not unit.modules_to_run:
                 unit.modules_to_run.update(unit.modules)
             self._gathering.unshard_for_use(unit, call.dtype, recomputing)

@@ -46,7 +46,8 @@ class Order:
     def __init__(self) -> None:
         self._last: list[Unit] = []
         self._now: list[Unit] = []
-        # Where the order is fixed: the units to gather yet, and what is called after each
+        # Where all-gathers have a fixed order (``Rounds.is_fixed_order``; ReduceOrder is another):
+        # the units to gather yet, and what is called after each
         self.to_issue: list[Unit] = []
         self.after_gather: Callable[[Unit], None] = lambda unit: None
 
@@ -217,7 +218,8 @@ class Gathering:
         unit.start_unshard(dtype)
         following = order.advance(unit)
         # Before prefetching, so that the next unit can reuse the memory of this one's output. In
-        # forward, where less memory is held, the prefetch need not wait for the copy.
+        # forward less memory is held, and on a device the next all-gather would wait for the copy;
+        # on the CPU the host would wait, and copy, right after prefetching anyway.
         if unit.is_copied_from_output and (backward or self.streams is None):
             unit.finish_unshard()
         if not rounds.is_fixed_order:
@@ -236,7 +238,7 @@ class Gathering:
         if listed:
             for other in map(self._unit_of.get, listed):
                 if other is not None and (not backward or other.behavior.unshard_in_backward):
-                    other.start_unshard()
+                    other.start_unshard()  # of fully_shard: always in ComputeDtype.TRAIN
         elif following is not None and (
             (self._prefetches_backward and following.behavior.unshard_in_backward)
             if backward
@@ -256,7 +258,8 @@ class Gathering:
             True, first in backward, or a flat root    True      UNSHARDED  sharded
             otherwise, and in a fixed order            any       SHARDED    sharded
 
-        What is not SHARDED is resharded in post-backward, and by the next forward, unless the unit
+        What is not SHARDED is resharded in post-backward, except with
+        ``reshard_after_backward=False``, and by the next forward, unless the unit
         ``stays_unsharded``."""
         behavior, is_fixed = unit.behavior, self.rounds.is_fixed_order
         # In a fixed order none is kept, so that ranks gather the same units again.

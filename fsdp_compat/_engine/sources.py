@@ -74,7 +74,7 @@ class AllGather(Source):
     ) -> None:
         """axis: the ranks that it is among. behavior: of the unit, if the user may change it."""
         self._store, self.axis, self._offload, self._behavior = store, axis, offload, behavior
-        self.tag = 0  # on the axis, once ranks have agreed
+        self.tag = 0  # on the axis, once ranks have agreed; stays 0 for the user's all-gather
         self._side = side_stream(device, "gather")
         self._in_flight: Handle | None = None
         # For the stream that issued the all-gather, or ran the user's

@@ -29,9 +29,10 @@ With ``ranks`` shard ranks, S elements per rank, and P parameters in the group:
     parameters          the above
 
 With one rank that computes in the dtype of the shard, all_gather_output *is* the shard
-(``aliased``), and gradients become ``.grad`` as they are (DirectGradBuffer). Freeing a tensor
-empties its storage (storage.Storage): the tensor object, and what autograd saved of it, stay valid
-and get memory again with the next all-gather."""
+(``aliased``), and gradients may become ``.grad`` as they are (DirectGradBuffer, which
+``Gradients._new_buffer`` chooses). Freeing a tensor empties its storage (storage.Storage): the
+tensor object, and what autograd saved of it, stay valid and get memory again with the next
+all-gather."""
 
 from __future__ import annotations
 

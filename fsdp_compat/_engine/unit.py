@@ -212,8 +212,8 @@ class Unit:
         self.modules, self.groups, self.options = tuple(modules) or (module,), list(groups), options
         self.buffers: CastBuffers | None = None  # those that are cast, if any
         self.behavior = behavior or Behavior(options.reshard_after_forward)
-        # None for flat units: they are unsharded only inside and between forward and backward, and
-        # modules show sharded parameters in between.
+        # None for flat units: modules show sharded parameters between forward and backward, and
+        # the next forward reshards what is unsharded, except while ``kept``.
         self.freshness = None if behavior is None else Freshness([g.store for g in groups])
         # Of a flat unit, while ``keep_unsharded`` keeps it after a forward without a graph
         self.kept: Freshness | None = None
@@ -224,7 +224,8 @@ class Unit:
         self.runtime: UnitRuntime | None = None  # the runtime sets this and the next
         self.label = "a unit"  # for errors
         self.running = 0  # forward calls that have begun and not ended
-        self.modules_to_run: set[nn.Module] = set()  # if there are several: not called in this pass
+        # If there are several: those not called yet in this pass. Empty: none was called, or all.
+        self.modules_to_run: set[nn.Module] = set()
         self.calls: list[Call] = []  # between pre-backward and post-backward
         # Without tags: calls with graphs. A backward must pass all of them before the unit is
         # reduced.
