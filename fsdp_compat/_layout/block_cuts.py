@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from .spec import aligned
 
-_TRIES = 1024  # sizes of shards, before those that are tried lie further apart
+_TRIES = 1024  # after so many sizes of shards, the distance between those that are tried doubles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,8 +63,7 @@ def smallest(
     for order in dict.fromkeys((given, by_block, by_numel)):
         its = [params[number] for number in order]
         fits = functools.partial(_starts, its, ranks, align)
-        sizes = (_first_fit(fits, each) for each in _candidates(its, low, high, unit))
-        if (size := next(filter(None, sizes), None)) is not None:
+        if size := _first_fit(its, fits, low, high, unit):
             found, high = Placement(size, order, fits(size) or ()), size - 1
     return found
 
@@ -88,24 +86,22 @@ def _starts(params: Sequence[Blocks], ranks: int, align: int, shard: int) -> tup
     return tuple(starts) if end <= ranks * shard else None
 
 
-def _candidates(params: Sequence[Blocks], low: int, high: int, unit: int) -> Iterator[range]:
-    """Yield the sizes of shards from ``low`` to ``high`` that may work: a parameter larger than two
-    shards is cut more than once, so that a shard consists of whole blocks of it."""
-    halves = {(param.numel + 1) // 2 for param in params}
-    bounds = sorted({low, high + 1, *(half for half in halves if low < half <= high)})
-    for first, end in itertools.pairwise(bounds if low <= high else ()):
-        step = math.lcm(unit, *(param.size for param in params if param.numel > 2 * first))
-        yield range(aligned(first, step), end, step)
-
-
-def _first_fit(fits: Callable[[int], object], sizes: range) -> int | None:
-    """Return the first of ``sizes`` that fits. If there are many, they are tried at distances that
-    grow, and then those between the last two."""
-    stride, start = 1, 0
-    while start < len(sizes):
-        for at in range(start, min(start + _TRIES * stride, len(sizes)), stride):
-            if fits(sizes[at]) is not None:
-                inner = _first_fit(fits, sizes[max(at - stride + 1, 0) : at])
-                return sizes[at] if inner is None else inner
-        start, stride = start + _TRIES * stride, 2 * stride
-    return None
+def _first_fit(
+    params: Sequence[Blocks], fits: Callable[[int], object], low: int, high: int, unit: int
+) -> int:
+    """Return the first size of shards from ``low`` to ``high`` that fits, or 0. If there are many,
+    they are tried at distances that grow, and then those between the last two."""
+    size, failed = low, 0
+    while size <= high:
+        # Two shards inside a parameter: one of them is cut at both ends, and is of whole blocks.
+        large = [param for param in params if param.numel > 2 * size]
+        bound = min([high + 1, *((param.numel + 1) // 2 for param in large)])
+        step = math.lcm(unit, *(param.size for param in large))
+        size = aligned(size, step)
+        if size < bound:
+            if fits(size) is not None:
+                return _first_fit(params, fits, low, size - 1, unit) or size
+            low, size, failed = size + 1, size + (step << failed // _TRIES), failed + 1
+        if size >= bound:
+            size, failed = bound, 0
+    return 0
