@@ -79,7 +79,7 @@ class ParamSpec:
     name: str
     shape: tuple[int, ...]
     start: int  # of its row-major elements in the flat tensor
-    block: int = 1  # cuts are at multiples of it, counted in the parameter
+    block: int = 0  # cuts are at multiples of it, counted in the parameter; 0: anywhere
 
     @functools.cached_property
     def numel(self) -> int:
@@ -92,14 +92,14 @@ class ParamSpec:
 
     @functools.cached_property
     def is_in_rows(self) -> bool:
-        """True for a matrix, or a tensor of more dims, whose blocks are whole rows of dim 0."""
-        return len(self.shape) > 1 and self.block % max(math.prod(self.shape[1:]), 1) == 0
+        """True if all cuts lie between rows of dim 0, or between elements with one dim."""
+        is_cut_so = self.block > 0 and self.block % max(math.prod(self.shape[1:]), 1) == 0
+        return is_cut_so or len(self.shape) < 2
 
     def part_shape(self, numel: int) -> tuple[int, ...]:
-        """Return the shape of a part of ``numel`` elements: rows if its blocks are, else 1-D."""
-        if not self.is_in_rows:
-            return (numel,)
-        return (numel * self.shape[0] // max(self.numel, 1), *self.shape[1:])
+        """Return the shape of a part of ``numel`` elements: 1-D, unless it consists of rows."""
+        row = self.shape[1:] if self.is_in_rows else ()
+        return (numel // max(math.prod(row), 1), *row)
 
 
 @dataclasses.dataclass(frozen=True)

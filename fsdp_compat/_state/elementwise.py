@@ -7,7 +7,7 @@ import contextlib
 import random
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,14 +42,11 @@ def is_elementwise(optimizer: Optimizer) -> bool:
 
 
 def warn_of_parts(
-    optimizer: Optimizer,
-    shapes: Mapping[int, tuple[int, ...]],
-    in_rows: Collection[int],
-    stacklevel: int,
+    optimizer: Optimizer, shapes: Mapping[int, tuple[tuple[int, ...], bool]], stacklevel: int
 ) -> None:
     """Warn, once, if the optimizer would compute something else for whole parameters, which is
     tried on small ones, or if a choice by shape may have left a group empty. shapes: by the number
-    of a group, a whole parameter of which it has a part; in_rows: groups whose parts are rows."""
+    of a group, a whole parameter of which it has a part; and whether its parts are rows."""
     if isinstance(optimizer, CompositeOptimizer) or optimizer in _told:
         return
     _told.add(optimizer)
@@ -65,13 +62,13 @@ def warn_of_parts(
     if is_elementwise(optimizer):
         return
     tried: set[str] = set()
-    for number, shape in shapes.items():
+    for number, (shape, are_rows) in shapes.items():
         group, small = optimizer.param_groups[number], small_shape(shape)
         settings = {key: value for key, value in group.items() if key not in _OWN}
-        kind = repr((small, settings, number in in_rows))
+        kind = repr((small, settings, are_rows))
         if isinstance(group.get("lr"), (int, float, torch.Tensor)):
             settings["lr"] = _LR
-        example, are_rows = group["params"][0], number in in_rows
+        example = group["params"][0]
         if kind not in tried and (text := _unfit(optimizer, settings, small, example, are_rows)):
             warnings.warn(f"{text} (parameter group {number})", stacklevel=stacklevel)
             return
@@ -134,11 +131,13 @@ def depends_on_shape(
     whole = _updates(make, device, [shape])
     if whole is None:
         return None
-    size = shape[0] if by_rows else whole[0].numel()
-    parts = [
-        _updates(make, device, [shape], slice(start, stop), by_rows)
-        for start, stop in ((0, max(size // 3, 1)), (max(size // 3, 1), size))
-    ]
+    cuttable = shape if by_rows else (whole[0].numel(),)
+    cut = max(cuttable[0] // 3, 1)
+
+    def of_part(run: slice) -> list[Tensor] | None:
+        return _updates(make, device, [shape], lambda value: value.view(cuttable)[run])
+
+    parts = of_part(slice(cut)), of_part(slice(cut, None))
     found = [part[0].reshape(-1) for part in parts if part is not None]
     return len(found) < len(parts) or _differ(whole[0].reshape(-1), torch.cat(found))
 
@@ -152,11 +151,9 @@ def _updates(
     make: Make,
     device: torch.device,
     shapes: Sequence[tuple[int, ...]],
-    run: slice | None = None,
-    by_rows: bool = False,
+    part: Callable[[Tensor], Tensor] = lambda value: value,
 ) -> list[Tensor] | None:
-    """Return the sum of some updates of each parameter, or of a ``run`` of its elements or rows;
-    None if a step fails."""
+    """Return the sum of some updates of a ``part`` of each parameter; None if a step fails."""
     with _own_random_state(device), torch.enable_grad(), without_compiling():
         values = [_random(shape, number) for number, shape in enumerate(shapes)]
         # Much the same in each step, as then estimated step sizes grow. The second parameter's are
@@ -169,18 +166,13 @@ def _updates(
             ]
             for step in range(1, _NUM_STEPS + 1)
         ]
-        if run is not None:
-
-            def part(value: Tensor) -> Tensor:
-                return (value if by_rows else value.reshape(-1))[run].clone()
-
-            values, grads = list(map(part, values)), [list(map(part, each)) for each in grads]
+        values = [part(value).clone() for value in values]
         params = [nn.Parameter(value.to(device, copy=True)) for value in values]
         try:
             optimizer = make(params)
             for step, of_step in enumerate(grads):
                 for param, grad in zip(params, of_step, strict=True):
-                    param.grad = grad.to(device)
+                    param.grad = part(grad).to(device, copy=True)
                 _seed(step, device)
                 _step(optimizer)
         except Exception:  # of the user's optimizer, which may raise anything

@@ -33,7 +33,7 @@ from .forms import get_state_dict_type
 from .optim_contents import HeldStates, begin, numbered_names, ownership_of, require_state_dict
 from .optim_export import ExportForm, Values, export_optim_state, form_set
 from .optim_import import import_optim_state
-from .optimizer_checks import cut_state, shapes_of_parts
+from .optimizer_checks import cut_shapes, cut_state
 from .rank_local import rank_local_names
 from .units import names_before, units_of
 
@@ -172,7 +172,7 @@ def check(model: nn.Module, optimizer: Optimizer) -> list[str]:
     label = f"the state of {type(optimizer).__name__}"
     units, _ = begin(model, "optim.check", label, meet=False)
     cut_state(optimizer)
-    warn_of_parts(optimizer, *shapes_of_parts(optimizer), stacklevel=3)
+    warn_of_parts(optimizer, cut_shapes(optimizer), stacklevel=3)
     ownership = ownership_of(optimizer.param_groups, label, units, model)
     warn_of_blocks(ownership, optimizer, stacklevel=3)
     return rank_local_names(HeldStates(ownership, states_to_be(ownership, optimizer)))

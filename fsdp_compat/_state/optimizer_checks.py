@@ -16,7 +16,7 @@ from __future__ import annotations
 import typing
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -138,37 +138,36 @@ def cut_state(optimizer: torch.optim.Optimizer) -> None:
     _checked.add(optimizer)
 
 
-def shapes_of_parts(
-    optimizer: torch.optim.Optimizer,
-) -> tuple[dict[int, tuple[int, ...]], set[int]]:
+def cut_shapes(optimizer: torch.optim.Optimizer) -> dict[int, tuple[tuple[int, ...], bool]]:
     """Return, by the number of a group, the shape of a whole parameter of which the optimizer has a
-    part, or which is flattened: one with the most dims; and the groups in which all such parts are
-    rows of plain tensors. Parameters that lie whole, in their shape, on one rank do not count."""
-    found: dict[int, tuple[int, ...]] = {}
-    apart: set[int] = set()  # groups with parts that are not rows
+    part, or which is flattened: one with the most dims; and whether all such parts are rows of
+    plain tensors. Parameters that lie whole, in their shape, on one rank do not count."""
+    found: dict[int, tuple[tuple[int, ...], bool]] = {}
     for number, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            store, whole = store_of_param(parameter), tuple(parameter.shape)
-            if _torch_private.local_part(parameter).shape != whole:  # of a DTensor
-                found[number] = max(found.get(number, ()), whole, key=len)
-                apart.add(number)
-            if store is None or not (store.ranks > 1 or store.is_flattened):
-                continue
-            for index in _managed[parameter][1]:
-                (layout, at), shape = store.cut(index), store.shape(index)
-                has_shape = layout.params[at].is_in_rows or len(shape) < 2
-                are_rows = has_shape and not store.is_flattened
-                if not are_rows or layout.cuts(at):
-                    found[number] = max(found.get(number, ()), shape, key=len)
-                    apart |= set() if are_rows else {number}
-    return found, found.keys() - apart
+        if cut := [each for parameter in group["params"] for each in _cut_shapes_in(parameter)]:
+            longest, _ = max(cut, key=lambda each: len(each[0]))
+            found[number] = longest, all(are_rows for _, are_rows in cut)
+    return found
+
+
+def _cut_shapes_in(parameter: nn.Parameter) -> Iterator[tuple[tuple[int, ...], bool]]:
+    store, whole = store_of_param(parameter), tuple(parameter.shape)
+    if _torch_private.local_part(parameter).shape != whole:  # of a DTensor
+        yield whole, False
+    if store is None or not (store.ranks > 1 or store.is_flattened):
+        return
+    for index in _managed[parameter][1]:
+        layout, number = store.cut(index)
+        are_rows = layout.params[number].is_in_rows and not store.is_flattened
+        if not are_rows or layout.cuts(number):
+            yield store.shape(index), are_rows
 
 
 def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Refuse a step with unsharded parameters: gradients or writes could be lost."""
     if optimizer not in _checked:
         cut_state(optimizer)
-        warn_of_parts(optimizer, *shapes_of_parts(optimizer), stacklevel=4)
+        warn_of_parts(optimizer, cut_shapes(optimizer), stacklevel=4)
     unsharded: dict[object, str] = {
         group.store: "inside forward or backward"
         for runtime in live_runtimes()
