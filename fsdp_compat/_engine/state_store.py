@@ -93,6 +93,13 @@ class StateStore(ParamStore, typing.Protocol):
         """True if cuts lie between blocks of some parameters."""
         return any(each.block > 1 for section in self.sections for each in section.layout.params)
 
+    def is_cut_in_blocks(self, index: int) -> bool:
+        """Whether parts of a parameter, or all of it, are whole blocks of the optimizer's."""
+        layout, number = self.cut(index)
+        is_part = self.section_of(index).offsets is not None or self.parallel[index] is not None
+        in_blocks = layout.params[number].block > 0 or not layout.cuts(number)
+        return in_blocks and not is_part and not self.is_flattened
+
     def local_shape(self, index: int) -> tuple[int, ...]:
         """Return the shape of what is cut: a parameter, or this process's part of a DTensor."""
         layout, number = self.cut(index)

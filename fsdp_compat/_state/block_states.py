@@ -4,155 +4,183 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from .. import _torch_private
-from .._engine.group import Group
+from .._archive.walk import leaves, map_leaves
 from .._engine.state_store import store_of
 from .._layout.spec import Interval
+from ..errors import CheckpointError, StateError
+from .dry_run import states_to_be
 from .loaded_values import is_sharded
-from .optim_contents import (
-    ParamOwnership,
-    StateKind,
-    classify,
-    in_tensors,
-    of_tensors,
-)
-
-Created = Callable[[nn.Parameter], Mapping[Any, Any]]  # the states that an optimizer makes for it
+from .optim_contents import ParamOwnership, StateKind, classify, in_tensors, of_tensors
+from .rank_local import RankState, part_of
 
 
 @dataclasses.dataclass(frozen=True)
 class Recut:
-    """A state of a parameter, by parts, that becomes that of one part."""
+    """A state of adjoining parts of a parameter that becomes that of one part."""
 
-    pieces: Sequence[tuple[Interval, Any]]  # in order, the first to the last that have a share
+    parts: Sequence[Interval]  # in order, those that share elements with ``part``
+    values: Sequence[Any]  # of the parts
     part: Interval
     like: Any  # what the optimizer creates for the part
 
-    @staticmethod
-    def of(group: Group, index: int, pieces: Mapping[Interval, Any], like: Any) -> Recut | None:
-        """pieces: by the elements of parameter ``index`` that they are of. None: where the store
-        cuts no whole parameters, or they do not cover this rank's part."""
-        store = store_of(group)
-        is_plain = _torch_private.is_plain(store.sharded_params[0].parameter)
-        if store.is_flattened or store.section_of(index).offsets is not None or not is_plain:
-            return None
-        part = store.part(index, store.rank)
-        found = sorted((each, value) for each, value in pieces.items() if each.clipped(part))
-        ends = [part.start, *(each.stop for each, _ in found)]
-        has_gap = any(each.start > end for (each, _), end in zip(found, ends, strict=False))
-        if has_gap or ends[-1] < part.stop or not found:
-            return None
-        return Recut(found, part, like)
-
     def fits(self) -> bool:
-        """Whether it becomes a state such as ``like``. Values of pieces may be lazy tensors."""
-        return self._fits([_in_dict(value) for _, value in self.pieces], _in_dict(self.like))
-
-    def _fits(self, values: Sequence[Any], like: Any) -> bool:
-        if isinstance(like, Mapping):
-            are_dicts = all(
-                isinstance(its, Mapping) and like.keys() <= its.keys() for its in values
-            )
-            return are_dicts and all(
-                self._fits([its[key] for its in values], of) for key, of in like.items()
-            )
-        are_tensors = isinstance(like, torch.Tensor) and all(hasattr(v, "shape") for v in values)
-        return are_tensors and (self._are_alike(values, like) or self._block(values, like) > 0)
+        """Whether it becomes a state such as ``like``. Values may be lazy tensors."""
+        return all(
+            isinstance(leaf, torch.Tensor)
+            and all(hasattr(value, "shape") for value in values)
+            and (_are_alike(values, leaf) or self._block(values, leaf) > 0)
+            for _, leaf, values in self._by_leaf()
+        )
 
     def value(self) -> Any:
         """Return the state of the part; it ``fits``."""
-        found = self._cut([_in_dict(value) for _, value in self.pieces], _in_dict(self.like))
-        return of_tensors({None: found}, {None: self.like})[None]
+        cut = {path: self._cut(values, leaf) for path, leaf, values in self._by_leaf()}
+        like = {"": self.like}
+        return of_tensors(map_leaves(in_tensors(like), lambda _, path: cut[f"/{path}"]), like)[""]
 
-    def _cut(self, values: Sequence[Any], like: Any) -> Any:
-        if isinstance(like, Mapping):
-            return {key: self._cut([its[key] for its in values], of) for key, of in like.items()}
+    def _by_leaf(self) -> Iterator[tuple[str, Any, list[Any]]]:
+        """Yield each tensor in ``like`` with its path, and those of the parts at this path."""
+        found = [dict(leaves(in_tensors({"": value}))) for value in self.values]
+        for path, leaf in leaves(in_tensors({"": self.like})):
+            yield path, leaf, [each.get(path) for each in found]
+
+    def _cut(self, values: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
         block, first = self._block(values, like), values[0]
-        if self._are_alike(values, like) and (
-            not block or (len(values) > 1 and all(torch.equal(first, its) for its in values))
-        ):
+        are_equal = len(values) > 1 and all(torch.equal(first, value) for value in values)
+        if _are_alike(values, like) and (are_equal or not block):
             return first.view(like.shape)
-        start, stop = self._numbers(self.part, block)
-        found = []
-        for (piece, _), value in zip(self.pieces, values, strict=True):
-            before = self._numbers(piece, block)[0]
-            found.append(value.reshape(-1)[max(start - before, 0) : max(stop - before, 0)])
-        return torch.cat(found).view(like.shape)
-
-    def _are_alike(self, values: Sequence[Any], like: torch.Tensor) -> bool:
-        """True if the state may be the same for all parts."""
-        return all(math.prod(value.shape) == like.numel() for value in values)
-
-    def _numbers(self, part: Interval, block: int) -> tuple[int, int]:
-        return part.start // block, -(-part.stop // block)
+        start = (self.part.start - self.parts[0].start) // block
+        whole = torch.cat([value.reshape(-1) for value in values])
+        return whole[start : start + like.numel()].clone().view(like.shape)
 
     def _block(self, values: Sequence[Any], like: torch.Tensor) -> int:
         """Return of how many elements of the parameter each element of the state is, if all parts
         begin with one; 0: they do not."""
-        parts = [part for part, _ in self.pieces]
         numels = [math.prod(value.shape) for value in values]
-        span, count = parts[0].numel, numels[0]
-        if self.part.stop < parts[-1].stop:  # only the last part may end inside of a block
-            span, count = self.part.numel, like.numel()
-        elif self.part.start > parts[0].start:
-            span, count = self.part.start - parts[0].start, sum(numels) - like.numel()
-        block = span // count if count > 0 else 0
-        counts = [*zip(numels, parts, strict=True), (like.numel(), self.part)]
+        counts = [*zip(self.parts, numels, strict=True), (self.part, like.numel())]
+        # Only a part that ends with the others may end inside of a block.
+        whole = [(part.numel, n) for part, n in counts if part.stop < self.parts[-1].stop]
+        before = self.part.start - self.parts[0].start, sum(numels) - like.numel()
+        numel, number = next(iter([*whole, before]))
+        block = numel // number if number > 0 else 0
         fits = block and all(
-            not part.start % block and numel == -(-part.numel // block) for numel, part in counts
+            part.start % block == 0 and n == -(-part.numel // block) for part, n in counts
         )
         return block if fits else 0
 
 
-def _in_dict(value: Any) -> Any:
-    """Return a tensor that wraps others as a dict of them."""
-    return in_tensors({None: value})[None]
+def _are_alike(values: Sequence[Any], like: torch.Tensor) -> bool:
+    """True if the state may be the same for all parts."""
+    return all(math.prod(value.shape) == like.numel() for value in values)
 
 
-def recut_of(
-    ownership: ParamOwnership, name: str, key: Any, pieces: Mapping[Interval, Any], created: Created
-) -> Recut | None:
-    """Return a state as one of blocks, if it fits; None if it is per element, or of one rank alone.
-    pieces: by the elements of the parameter that they are of."""
-    param, index = ownership.by_name[name]
-    group, states = ownership.held[param].group, created(param)
-    like, value = states.get(key), next(iter(pieces.values()), None)
-    if like is None and isinstance(value, Mapping) and value.keys() <= states.keys():
-        like = {inner: states[inner] for inner in value}  # as bitsandbytes nests them in dicts
-    if group is None or like is None or classify(like, param) is not StateKind.RANK_LOCAL:
-        return None
-    recut = Recut.of(group, index, pieces, like)
-    return recut if recut is not None and recut.fits() else None
+@dataclasses.dataclass(frozen=True)
+class PartStates:
+    """Brings states that belong to parts of parameters to the parts of this rank."""
 
+    ownership: ParamOwnership
+    optimizer: Optimizer | None
+    where: str  # for errors
 
-def keys_of_blocks(
-    ownership: ParamOwnership, name: str, entry: Mapping[Any, Any], created: Created
-) -> list[Any]:
-    """Return which states of a whole parameter are of blocks of which ranks need some."""
-    param, index = ownership.by_name[name]
-    group = ownership.held[param].group
-    if group is None or ownership.is_stepped_whole(name):
-        return []
-    shape = store_of(group).shape(index)
-    whole = Interval(0, math.prod(shape))
-    is_other = {
-        key: not is_sharded(value)
-        and (
-            isinstance(_in_dict(value), Mapping)
-            or tuple(getattr(value, "shape", ())) not in ((), shape)
-        )
-        for key, value in entry.items()
-    }
-    return [
-        key
-        for key, value in entry.items()
-        if is_other[key]
-        and (ownership.is_vacant(param) or recut_of(ownership, name, key, {whole: value}, created))
-    ]
+    def created(self, parameter: nn.Parameter) -> Mapping[Any, Any]:
+        """Return the states that the optimizer has, or would create; none if they are not known."""
+        return self._created.get(parameter, {})
+
+    @functools.cached_property
+    def _created(self) -> Mapping[nn.Parameter, Mapping[Any, Any]]:
+        try:
+            return {} if self.optimizer is None else states_to_be(self.ownership, self.optimizer)
+        except StateError:
+            return {}
+
+    def take_blocks(self, name: str, entry: dict[Any, Any]) -> dict[Any, dict[Interval, Any]]:
+        """Take those states of a whole parameter out of ``entry`` that are of blocks, of which
+        ranks need some."""
+        param, index = self.ownership.by_name[name]
+        group = self.ownership.held[param].group
+        if group is None or self.ownership.is_stepped_whole(name):
+            return {}
+        shape, found = store_of(group).shape(index), dict[Any, dict[Interval, Any]]()
+        for key, value in in_tensors(entry).items():
+            is_cut = is_sharded(value) or tuple(getattr(value, "shape", ())) in ((), shape)
+            pieces = {Interval(0, math.prod(shape)): entry[key]}
+            if (isinstance(value, Mapping) or not is_cut) and (
+                self.ownership.is_vacant(param) or self._recut(name, key, pieces) is not None
+            ):
+                found[key] = pieces
+        for key in found:
+            del entry[key]
+        return found
+
+    def restored(self, name: str, states: Sequence[RankState]) -> dict[Any, Any]:
+        """Return this rank's states of a parameter by name. states: of all ranks. If replicas have
+        the same part, the state that this rank saved itself takes precedence. Raises
+        CheckpointError for a state that is neither of an equal part nor of blocks."""
+        contents, own = self.ownership.held[self.ownership.by_name[name][0]], -1
+        if contents.group is not None:
+            own = contents.group.shard.members[contents.group.shard.rank]
+        now = part_of(contents)
+        by_key: dict[Any, dict[Any, RankState]] = {}
+        for state in sorted(states, key=lambda state: state.holder == own):
+            runs = tuple((self.ownership.name_before(n), a, b) for n, a, b in state.part.runs)
+            by_key.setdefault(state.key, {})[dataclasses.replace(state.part, runs=runs)] = state
+        found = dict[Any, Any]()
+        for key, by_part in by_key.items():
+            if now in by_part:
+                found[key] = by_part[now].value
+            elif now is None or now.runs:
+                are_runs = all(len(part.runs) == 1 and part.in_blocks for part in by_part)
+                pieces = {
+                    Interval(*part.runs[0][1:]): state.value
+                    for part, state in by_part.items()
+                    if are_runs
+                }
+                found[key] = self.recut(name, key, pieces, f": {next(iter(by_part))}").value()
+        return found
+
+    def recut(self, name: str, key: Any, pieces: Mapping[Interval, Any], saved: str = "") -> Recut:
+        """Return a state as one of blocks. pieces: by the elements of the parameter that they are
+        of. Raises CheckpointError if it is per element, or of one rank alone."""
+        if (found := self._recut(name, key, pieces)) is None:
+            now = part_of(self.ownership.held[self.ownership.by_name[name][0]])
+            raise CheckpointError.of(
+                f"The state {key!r} of {name!r} belongs to one rank's part and cannot be "
+                "resharded.",
+                expected=f"the ranks, wrapping and placement that state {key!r} was saved with"
+                f"{saved}",
+                got=str(now or "a parameter that no unit manages"),
+                where=f"{self.where}, state {key!r} of {name!r}",
+                fix="load with the number of ranks, strategy, wrapping and use_orig_params that it "
+                "was saved with, or without such states, if the optimizer can do without them; "
+                "states of blocks need cuts between blocks, see shard_blocks",
+            )
+        return found
+
+    def _recut(self, name: str, key: Any, pieces: Mapping[Interval, Any]) -> Recut | None:
+        param, index = self.ownership.by_name[name]
+        group, states = self.ownership.held[param].group, self.created(param)
+        like, value = states.get(key), next(iter(pieces.values()), None)
+        if like is None and isinstance(value, Mapping) and value.keys() <= states.keys():
+            like = {inner: states[inner] for inner in value}  # as bitsandbytes nests them in dicts
+        if group is None or like is None or classify(like, param) is not StateKind.RANK_LOCAL:
+            return None
+        store = store_of(group)
+        if not store.is_cut_in_blocks(index) or not _torch_private.is_plain(param):
+            return None
+        part = store.part(index, store.rank)
+        parts = sorted(each for each in pieces if each.clipped(part))
+        bounds = [bound for each in parts for bound in (each.start, each.stop)]
+        if not parts or bounds[0] > part.start or bounds[-1] < part.stop:
+            return None
+        recut = Recut(parts, [pieces[each] for each in parts], part, like)
+        return recut if bounds[1:-1:2] == bounds[2::2] and recut.fits() else None

@@ -5,8 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
-import dataclasses
-import functools
 import sys
 import textwrap
 import warnings
@@ -46,25 +44,6 @@ def states_to_be(ownership: ParamOwnership, optimizer: Optimizer) -> _States:
     for parameters in alike.values():
         states.update(dict.fromkeys(parameters, _tried_alone(ownership, optimizer, parameters[0])))
     return states
-
-
-@dataclasses.dataclass(frozen=True)
-class StatesLike:
-    """The states that an optimizer has, or would create, tried when they are asked for."""
-
-    ownership: ParamOwnership
-    optimizer: Optimizer | None
-
-    def __call__(self, parameter: nn.Parameter) -> Mapping[Any, Any]:
-        """Return those of a parameter; none if they are not known."""
-        return self._all.get(parameter, {})
-
-    @functools.cached_property
-    def _all(self) -> _States:
-        try:
-            return {} if self.optimizer is None else states_to_be(self.ownership, self.optimizer)
-        except StateError:
-            return {}
 
 
 @contextlib.contextmanager

@@ -21,8 +21,7 @@ from .._engine.group import Group
 from .._engine.state_store import store_of
 from .._text import joined
 from ..errors import CheckpointError, UsageError
-from .block_states import Created
-from .dry_run import StatesLike
+from .block_states import PartStates
 from .loaded_values import is_sharded, read_part
 from .optim_agreement import describe, global_rank, require_alike
 from .optim_contents import (
@@ -48,7 +47,7 @@ from .optim_fit import (
     settings_for,
 )
 from .rank0 import Rank0Broadcast, common_mesh, outline_of
-from .rank_local import RankState, restored, take_blocks
+from .rank_local import Part, RankState
 from .sharded_values import cut_of
 from .units import model_units_in, names_before
 
@@ -90,12 +89,12 @@ def import_optim_state(
     exchange = rank0.gather if rank0 is not None else lambda value: [value]
     with agreeing(exchange, where) as agreement:
         ownership, facts = ownership_of(groups, label, units, model), ""
-        created = StatesLike(ownership, optimizer)
+        part_states = PartStates(ownership, optimizer, "optim_state_dict_to_load")
         if rank0 is not None:
             described = repr(describe(ownership, shared, exact=False))
             facts = hashlib.sha256(described.encode()).hexdigest()
         if not (state_dict is None or (isinstance(state_dict, Mapping) and not state_dict)):
-            plan = _read(ownership, state_dict, is_named, names_before(model), where, created)
+            plan = _read(part_states, state_dict, is_named, names_before(model), where)
             if from_rank0 and rank0 is not None and rank0.is_here:
                 what = "Rank 0 cannot send a sharded optimizer state dict."
                 fix = "load a sharded dict on every rank, with SHARDED_STATE_DICT set for the model"
@@ -112,7 +111,7 @@ def import_optim_state(
         told = sender.send_object(plan and plan.outline(ownership), "the optimizer state dict")
         plan = plan if sender.is_here else told
     assert plan is not None
-    entries = _with_parts(plan, ownership, created, sender)
+    entries = _with_parts(plan, part_states, sender)
     states = bring(ownership, entries, plan.cut, all_groups, _DictValues(sender))
     keys: Mapping[nn.Parameter, Any] = ownership.numbers
     if is_named and optimizer is not None:  # it expects state of all its parameters
@@ -188,15 +187,11 @@ class _Given:
 
 
 def _read(
-    ownership: ParamOwnership,
-    state_dict: Any,
-    is_named: bool,
-    order: Sequence[str],
-    where: str,
-    created: Created,
+    part_states: PartStates, state_dict: Any, is_named: bool, order: Sequence[str], where: str
 ) -> _Given:
     """Return a state dict that fits. order: of the names before wrapping. Raises UsageError for
     anything else than a state dict, CheckpointError for one that does not fit."""
+    ownership = part_states.ownership
     is_damaged = isinstance(state_dict, Mapping) and "state" in state_dict
     error = CheckpointError if is_damaged else UsageError
     require_state_dict(state_dict, where, error, ownership.is_user_key)
@@ -226,15 +221,15 @@ def _read(
         warnings.warn(text, stacklevel=4)
     rank_local: dict[str, list[RankState]] = {}
     for name, entry in entries.items():
-        if states := [value for value in entry.values() if isinstance(value, RankState)]:
+        entries[name] = {k: v for k, v in entry.items() if not isinstance(v, RankState)}
+        states = [value for value in entry.values() if isinstance(value, RankState)]
+        for key, pieces in part_states.take_blocks(name, entries[name]).items():
+            ((run, value),) = pieces.items()
+            whole = Part(0, 1, (run.numel,), ((name, run.start, run.stop),), in_blocks=True)
+            states.append(RankState(key, value, whole, 0))
+        if states:
+            part_states.restored(name, states)  # raises
             rank_local[name] = states
-            entries[name] = {k: v for k, v in entry.items() if not isinstance(v, RankState)}
-    for name in entries:
-        entries[name] = dict(entries[name])
-        if states := take_blocks(ownership, name, entries[name], created):
-            rank_local.setdefault(name, []).extend(states)
-    for name, states in rank_local.items():
-        restored(ownership, name, states, created)  # raises
     owned = {name: entries[name] for _, name in ownership.owned if name in entries}
     what = "GatheredOptimizer cannot load a sharded state."
     fix = "load its own state_dict(), or save with FULL_STATE_DICT or fsdp_compat.checkpoint"
@@ -284,14 +279,11 @@ def _refuse_sharded(state: Mapping[Any, Any], what: str, where: str, fix: str) -
 
 
 def _with_parts(
-    plan: _Given,
-    ownership: ParamOwnership,
-    created: Created,
-    sender: Rank0Broadcast | None,
+    plan: _Given, part_states: PartStates, sender: Rank0Broadcast | None
 ) -> dict[str, Mapping[Any, Any]]:
     """Return the entries with this rank's part of rank-local states, and, with a ``sender``, the
     states of whole parameters that it owns. Collective then: one parameter at a time."""
-    entries = dict(plan.entries)
+    entries, ownership = dict(plan.entries), part_states.ownership
     own = {name for _, name in ownership.owned}
     for name in filter(ownership.is_stepped_whole, plan.entries if sender is not None else ()):
         assert sender is not None
@@ -300,7 +292,7 @@ def _with_parts(
     for name, states in plan.rank_local.items():
         if sender is not None:
             states = sender.send_object(states, f"the state of {name}")
-        entries[name] = {**entries[name], **restored(ownership, name, states, created)}
+        entries[name] = {**entries[name], **part_states.restored(name, states)}
     return entries
 
 

@@ -8,7 +8,6 @@ that torch.distributed.checkpoint keeps all ranks'."""
 from __future__ import annotations
 
 import dataclasses
-import math
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
@@ -19,16 +18,7 @@ import torch
 from .._comm.transport import Transport
 from .._engine.group import Group
 from .._engine.state_store import store_of
-from .._layout.spec import Interval
-from ..errors import CheckpointError
-from .block_states import Created, keys_of_blocks, recut_of
-from .optim_contents import (
-    HeldStates,
-    ParamContents,
-    ParamOwnership,
-    StateKind,
-    snapshot,
-)
+from .optim_contents import HeldStates, ParamContents, StateKind, snapshot
 from .rank0 import packed_bytes, unpacked
 
 
@@ -41,6 +31,8 @@ class Part:
     shape: tuple[int, ...]  # of the optimizer's parameter
     # (name, first element, end), in order, without parameters that have no element on the rank.
     runs: tuple[tuple[str, int, int], ...]
+    # Parameters are cut between blocks, or not at all: states of blocks fit other parts, too.
+    in_blocks: bool = dataclasses.field(default=False, compare=False)
 
     def __str__(self) -> str:
         runs = [f"elements {start} to {stop} of {name}" for name, start, stop in self.runs]
@@ -67,14 +59,16 @@ class RankState:
 torch.serialization.add_safe_globals([Part, RankState])
 
 
-def part_of(contents: ParamContents, rank: int) -> Part | None:
-    """Return the part of a parameter that ``rank`` of the shard axis has, if there is one."""
-    if contents.group is None or rank >= store_of(contents.group).ranks:
+def part_of(contents: ParamContents) -> Part | None:
+    """Return the part of a parameter that this rank has; None if no unit manages it."""
+    if contents.group is None:
         return None
-    store = store_of(contents.group)
+    store, rank = store_of(contents.group), contents.group.shard.rank
     parts = [(name, store.part(index, rank)) for index, name in contents.names]
     runs = tuple((name, part.start, part.stop) for name, part in parts if part)
-    return Part(rank, store.ranks, store.sharded_shape(contents.names[0][0], rank), runs)
+    first = contents.names[0][0]
+    shape, in_blocks = store.sharded_shape(first, rank), store.is_cut_in_blocks(first)
+    return Part(rank, store.ranks, shape, runs, in_blocks)
 
 
 _AT_ONCE_NBYTES = 32 << 20  # received at a time, unless one rank sends more
@@ -112,11 +106,10 @@ def rank_state(
     contents: ParamContents, key: Any, value: Any, to_cpu: bool
 ) -> tuple[str, RankState]:
     """Return the name of a parameter and a copy of one of this rank's states of it."""
-    assert contents.group is not None
-    shard = contents.group.shard
-    part = part_of(contents, shard.rank)
-    assert part is not None
-    state = RankState(key, snapshot(value, to_cpu), part, shard.members[shard.rank])
+    part = part_of(contents)
+    assert contents.group is not None and part is not None
+    holder = contents.group.shard.members[part.rank]
+    state = RankState(key, snapshot(value, to_cpu), part, holder)
     return contents.names[0][1], state
 
 
@@ -169,52 +162,3 @@ def gather_objects(
         received = axis.exchange(sent, sizes, what).cpu().split([each for _, each in sizes])
         for rank in senders if keep else ():
             yield rank, own if rank == axis.rank else unpacked(received[rank], device)
-
-
-def restored(
-    ownership: ParamOwnership, name: str, states: Sequence[RankState], created: Created
-) -> dict[Any, Any]:
-    """Return this rank's states of a parameter by name. states: of all ranks. If replicas have the
-    same part, the state that this rank saved itself takes precedence. Raises CheckpointError if the
-    rank had another part, and a state is not one of blocks."""
-    contents = ownership.held[ownership.by_name[name][0]]
-    now, own = None, -1
-    if contents.group is not None:
-        axis = contents.group.shard
-        now, own = part_of(contents, axis.rank), axis.members[axis.rank]
-    found, others = dict[Any, Any](), dict[Any, dict[Part, Any]]()
-    for state in states:
-        runs = tuple((ownership.name_before(n), start, end) for n, start, end in state.part.runs)
-        part = dataclasses.replace(state.part, runs=runs)
-        others.setdefault(state.key, {})[part] = state.value
-        if part == now and (state.key not in found or state.holder == own):
-            found[state.key] = state.value
-    for key in others.keys() - found.keys() if now is None or now.runs else ():
-        saved, pieces = next(iter(others[key])), dict[Interval, Any]()
-        if all(len(part.runs) == 1 for part in others[key]):
-            pieces = {Interval(*part.runs[0][1:]): value for part, value in others[key].items()}
-        if (recut := recut_of(ownership, name, key, pieces, created)) is None:
-            raise CheckpointError.of(
-                f"The state {key!r} of {name!r} belongs to one rank's part and cannot be "
-                "resharded.",
-                expected=f"the layout that it was saved with: {saved}",
-                got=str(now or "a parameter that no unit manages"),
-                where=f"optim_state_dict_to_load, state {key!r} of {name!r}",
-                fix="load with the number of ranks, strategy, wrapping and use_orig_params that it "
-                "was saved with, or without such states, if the optimizer can do without them; "
-                "states of blocks need cuts between blocks, see shard_blocks",
-            )
-        found[key] = recut.value()
-    return {key: found[key] for key in others if key in found}
-
-
-def take_blocks(
-    ownership: ParamOwnership, name: str, entry: dict[Any, Any], created: Created
-) -> list[RankState]:
-    """Take states of blocks of a whole parameter out of ``entry``, of which ranks need parts."""
-    param, index = ownership.by_name[name]
-    group = ownership.held[param].group
-    shape = () if group is None else store_of(group).shape(index)
-    part = Part(0, 1, shape, ((name, 0, math.prod(shape)),))
-    keys = keys_of_blocks(ownership, name, entry, created)
-    return [RankState(key, entry.pop(key), part, 0) for key in keys]

@@ -236,6 +236,25 @@ def test_states_of_blocks_are_refused_where_these_are_cut(tmp_path: Path) -> Non
 
 
 @on_ranks(2)
+def test_states_of_blocks_of_parts_that_are_cut_anywhere_are_refused() -> None:
+    """The numbers of scales, 4 for 60 elements and 8 for 120, fit blocks of 15 as well."""
+
+    def made(blocks: Any) -> tuple[FSDP, Optimizer]:
+        net = nn.Linear(10, 12, bias=False)
+        given = ShardBlocks(blocks, max_padding=9) if blocks else None
+        model = FSDP(net, use_orig_params=True, shard_blocks=given)
+        return model, Quantized(model.parameters())
+
+    for saved, loading in ((None, whole), (whole, None)):
+        model, optimizer = made(saved)
+        model(torch.randn(2, 10)).sum().backward()
+        optimizer.step()
+        full = FSDP.optim_state_dict(model, optimizer)
+        with pytest.raises(CheckpointError, match="cannot be resharded"):
+            FSDP.optim_state_dict_to_load(*made(loading), full)
+
+
+@on_ranks(2)
 def test_local_state_dicts_of_other_cuts_are_refused() -> None:
     for original in (False, True):
         model, same, other = (

@@ -4,7 +4,6 @@ groups."""
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,9 +14,7 @@ from ... import _torch_private
 from ..._archive.archive import is_count, is_per_element
 from ..._engine.group import Group
 from ..._layout.box import Box
-from ..._layout.spec import Interval
-from ..._state.block_states import Recut, keys_of_blocks, recut_of
-from ..._state.dry_run import StatesLike
+from ..._state.block_states import PartStates, Recut
 from ..._state.held import HeldPart, of_whole
 from ..._state.optim_contents import (
     CompositeOptimizer,
@@ -61,7 +58,7 @@ class OptimizerLoadPlan:
         units, path = units_of(model), str(source.path)
         where = f"the state of {type(optimizer).__name__}"
         self._owned = ownership_of(optimizer.param_groups, where, units, model)
-        self._created = StatesLike(self._owned, optimizer)
+        self._part_states = PartStates(self._owned, optimizer, path)
         self._settings: list[dict[str, Any]] = [{} for _ in optimizer.param_groups]
         self._state: dict[nn.Parameter, dict[Any, Any]] = {}  # by parameter of the optimizer
         self._kept: set[nn.Parameter] = set()  # parameters whose state is left as it is
@@ -146,7 +143,7 @@ class OptimizerLoadPlan:
         if isinstance(value, Recut):
             return value.value()
         is_in_dict = isinstance(value, dict) and not isinstance(self._optimizer, CompositeOptimizer)
-        like = self._created(parameter).get(key) if is_in_dict else None
+        like = self._part_states.created(parameter).get(key) if is_in_dict else None
         return of_tensors({key: value}, {key: like})[key]
 
     def _plan_states(self, taken: Sequence[HeldPart], groups: Sequence[Group]) -> None:
@@ -165,14 +162,13 @@ class OptimizerLoadPlan:
             elif not owned.is_vacant(param):
                 parts |= inside
         entries = {name: dict(source.state_of(held)) for name, held in parts.items()}
-        others = {name: self._take_blocks(name, entries[name]) for name in parts}
+        blocks = {name: self._part_states.take_blocks(name, entries[name]) for name in parts}
         cut = per_element(owned, entries, str(source.path))
         for name, held in parts.items():
-            own, of_parts = source.rank_local_states(held)
-            entries[name] = {**entries[name], **own}
-            others[name] |= of_parts
-            for key, pieces in others[name].items():
-                entries[name][key] = self._recut(name, key, pieces)
+            own, others = source.rank_local_states(held)
+            entries[name] |= own
+            for key, pieces in (blocks[name] | others).items():
+                entries[name][key] = self._part_states.recut(name, key, pieces)
         for param, found in bring(owned, entries, cut, groups, self).items():
             present: dict[Any, Any] = self._optimizer.state.get(param) or {}
             if not parts.keys() >= {*owned.names_in(param)}:
@@ -180,26 +176,6 @@ class OptimizerLoadPlan:
             if found:
                 keys = dict.fromkeys([*present, *found])  # in the optimizer's order
                 self._state[param] = {key: found[key] for key in keys if key in found}
-
-    def _take_blocks(self, name: str, entry: dict[Any, Any]) -> dict[Any, dict[Interval, Any]]:
-        """Take the states of blocks of a whole parameter out of ``entry``."""
-        whole = Interval(0, math.prod(self._parts[name].shape))
-        keys = keys_of_blocks(self._owned, name, entry, self._created)
-        return {key: {whole: entry.pop(key)} for key in keys}
-
-    def _recut(self, name: str, key: Any, pieces: Mapping[Interval, Any]) -> Recut:
-        """Return a state of other parts as one of blocks. Raises CheckpointError if it is none."""
-        if (recut := recut_of(self._owned, name, key, pieces, self._created)) is None:
-            raise CheckpointError.of(
-                "An optimizer state belongs to one rank's part of a parameter, and the parts have "
-                "changed.",
-                expected=f"the ranks, wrapping and placement that state {key!r} was saved with",
-                got="another number of ranks, or another wrapping or use_orig_params",
-                where=f"{name}, in {self._source.path}",
-                fix="load with as many ranks and the same wrapping, or without the optimizer",
-            )
-        its = [(part, self._source.planned(value)) for part, value in recut.pieces]
-        return dataclasses.replace(recut, pieces=its)
 
     # -- how values are brought: they are read later
 
@@ -227,6 +203,8 @@ class OptimizerLoadPlan:
             target = self.tensor_for(param, key, value.dtype)
             self._source.plan(value, [(Box.of_whole(shape), _torch_private.local_part(target))])
             return target
+        if isinstance(value, Recut):
+            return dataclasses.replace(value, values=self._source.planned(value.values))
         return self._source.planned(value)
 
 

@@ -83,7 +83,7 @@ class FlatGroup:
             if not piece.is_whole:
                 param |= {"whole": list(piece.whole_shape), "offsets": list(piece.offsets)}
         for param, spec in zip(params, self.layout.params, strict=True):
-            if spec.block > 1:
+            if spec.block:
                 param["block"] = spec.block
         return {
             "name": self.name,
@@ -101,7 +101,7 @@ class FlatGroup:
         for param in found["parameters"]:
             names, shape = param["names"], param["shape"]
             offsets = param.get("offsets", [0] * len(shape))
-            specs.append(ParamSpec(names[0], shape, param["start"], param.get("block", 1)))
+            specs.append(ParamSpec(names[0], shape, param["start"], param.get("block", 0)))
             pieces.append(Piece(param.get("whole", shape), tuple(offsets), shape))
         layout = FlatLayout(tuple(specs), len(axes[found["axis"]]), found["shard_numel"])
         names = tuple(tuple(param["names"]) for param in found["parameters"])

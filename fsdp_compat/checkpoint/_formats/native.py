@@ -250,36 +250,29 @@ class NativeCheckpoint:
         """Return the states of one rank's part; or, if that is not as ``share``, see
         ``FlatGroup.is_cut_as``, those of all parts that share elements with it, by these. None: an
         unmanaged tensor."""
-        own, others = dict[Any, Any](), dict[Any, dict[Interval, Any]]()
         places = self._files_with(self.parameters[name]) if name in self.parameters else []
-        alike = [
-            (group, index, [share.rank])
-            for group, index, _ in places
-            if share is not None and group.is_cut_as(index, share, is_flattened)
-        ]
-        for group, index, ranks in alike or [self._ranks_with(*place, share) for place in places]:
-            for rank in ranks:
-                number = self.manifest.axes[group.axis][rank]
-                for its_index, key, encoded in self.head(number).own.get(group.name, []):
-                    if its_index == index:
-                        value = self._value(encoded, f"state {key!r}", number)
-                        of_blocks = any(spec.block > 1 for spec in group.layout.params)
-                        part = group.layout.part(index, rank) if of_blocks else Interval(0, 0)
-                        own[key] = value
-                        others.setdefault(key, {})[part] = value
-        return (own, {}) if alike else ({}, others)
+        for group, index, _ in places:
+            if share is not None and group.is_cut_as(index, share, is_flattened):
+                return self._own_states(group, index, share.rank), {}
+        others: dict[Any, dict[Interval, Any]] = {}
+        for group, index, number in places:
+            layout, rank = group.layout, self.manifest.axes[group.axis].index(number)
+            parts = {rank: Interval(0, 0)}  # of one rank, to tell whether there are any states
+            if share is not None and group.pieces[index].is_whole and layout.params[index].block:
+                of_all = ((rank, layout.part(index, rank)) for rank in range(layout.ranks))
+                parts = {rank: part for rank, part in of_all if part.clipped(share.part)}
+            for rank, part in parts.items():
+                for key, value in self._own_states(group, index, rank).items():
+                    others.setdefault(key, {})[part] = value
+        return {}, others
 
-    def _ranks_with(
-        self, group: FlatGroup, index: int, number: int, share: Share | None
-    ) -> tuple[FlatGroup, int, list[int]]:
-        """Return the ranks that had some of the elements of ``share``; or the one with file
-        ``number``, if parts of whole parameters cannot be compared."""
-        axis, layout = self.manifest.axes[group.axis], group.layout
-        if share is None or not (share.piece.is_whole and group.pieces[index].is_whole):
-            return group, index, [axis.index(number)]
-        ranks = range(len(axis))
-        wanted = share.part
-        return group, index, [n for n in ranks if layout.part(index, n).clipped(wanted)]
+    def _own_states(self, group: FlatGroup, index: int, rank: int) -> dict[Any, Any]:
+        number = self.manifest.axes[group.axis][rank]
+        return {
+            key: self._value(value, f"state {key!r}", number)
+            for its_index, key, value in self.head(number).own.get(group.name, [])
+            if its_index == index
+        }
 
     # -- where things lie
 

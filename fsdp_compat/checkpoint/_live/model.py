@@ -69,7 +69,7 @@ class NamedGroup:
         pieces = tuple(share_of(self.group, index).piece for index in self.params)
         dtype, layout = self.group.store.dtype, self.section.layout
         if store_of(self.group).is_flattened:  # states of blocks are those of all parameters
-            specs = (dataclasses.replace(spec, block=1) for spec in layout.params)
+            specs = (dataclasses.replace(spec, block=0) for spec in layout.params)
             layout = dataclasses.replace(layout, params=tuple(specs))
         return FlatGroup(self.name, dtype, axis, layout, names, pieces)
 
