@@ -45,13 +45,14 @@ class Recut:
     def value(self) -> Any:
         """Return the state of the part; it ``fits``."""
         cut = {path: self._cut(values, leaf) for path, leaf, values in self._by_leaf()}
-        like = {"": self.like}
-        return of_tensors(map_leaves(in_tensors(like), lambda _, path: cut[f"/{path}"]), like)[""]
+        like = {None: self.like}
+        found = map_leaves(in_tensors(like), lambda _, path: cut[f"/{path}"])
+        return of_tensors(found, like)[None]
 
     def _by_leaf(self) -> Iterator[tuple[str, Any, list[Any]]]:
         """Yield each tensor in ``like`` with its path, and those of the parts at this path."""
-        found = [dict(leaves(in_tensors({"": value}))) for value in self.values]
-        for path, leaf in leaves(in_tensors({"": self.like})):
+        found = [dict(leaves(in_tensors({None: value}))) for value in self.values]
+        for path, leaf in leaves(in_tensors({None: self.like})):
             yield path, leaf, [each.get(path) for each in found]
 
     def _cut(self, values: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
