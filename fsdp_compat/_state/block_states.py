@@ -21,7 +21,7 @@ from ..errors import CheckpointError, StateError
 from .dry_run import states_to_be
 from .loaded_values import is_sharded
 from .optim_contents import ParamOwnership, StateKind, classify, in_tensors, of_tensors
-from .rank_local import RankState, part_of
+from .rank_local import Part, RankState, part_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,34 +93,30 @@ class PartStates:
     optimizer: Optimizer | None
     where: str  # for errors
 
-    def created(self, parameter: nn.Parameter) -> Mapping[Any, Any]:
-        """Return the states that the optimizer has, or would create; none if they are not known."""
-        return self._created.get(parameter, {})
-
     @functools.cached_property
-    def _created(self) -> Mapping[nn.Parameter, Mapping[Any, Any]]:
+    def created(self) -> Mapping[nn.Parameter, Mapping[Any, Any]]:
+        """The states that the optimizer has, or would create; none if they are not known."""
         try:
             return {} if self.optimizer is None else states_to_be(self.ownership, self.optimizer)
         except StateError:
             return {}
 
-    def take_blocks(self, name: str, entry: dict[Any, Any]) -> dict[Any, dict[Interval, Any]]:
+    def take_blocks(self, name: str, entry: dict[Any, Any]) -> list[RankState]:
         """Take those states of a whole parameter out of ``entry`` that are of blocks, of which
-        ranks need some."""
+        ranks need some. They become those of one rank with all of it."""
         param, index = self.ownership.by_name[name]
         group = self.ownership.held[param].group
         if group is None or self.ownership.is_stepped_whole(name):
-            return {}
-        shape, found = store_of(group).shape(index), dict[Any, dict[Interval, Any]]()
+            return []
+        shape = store_of(group).shape(index)
+        whole = Part(0, 1, shape, ((name, 0, math.prod(shape)),), in_blocks=True)
+        found = list[RankState]()
         for key, value in in_tensors(entry).items():
             is_cut = is_sharded(value) or tuple(getattr(value, "shape", ())) in ((), shape)
-            pieces = {Interval(0, math.prod(shape)): entry[key]}
             if (isinstance(value, Mapping) or not is_cut) and (
-                self.ownership.is_vacant(param) or self._recut(name, key, pieces) is not None
+                self.ownership.is_vacant(param) or self._recut(name, key, {whole.run: entry[key]})
             ):
-                found[key] = pieces
-        for key in found:
-            del entry[key]
+                found.append(RankState(key, entry.pop(key), whole, 0))
         return found
 
     def restored(self, name: str, states: Sequence[RankState]) -> dict[Any, Any]:
@@ -140,12 +136,7 @@ class PartStates:
             if now in by_part:
                 found[key] = by_part[now].value
             elif now is None or now.runs:
-                are_runs = all(len(part.runs) == 1 and part.in_blocks for part in by_part)
-                pieces = {
-                    Interval(*part.runs[0][1:]): state.value
-                    for part, state in by_part.items()
-                    if are_runs
-                }
+                pieces = {part.run: state.value for part, state in by_part.items()}
                 found[key] = self.recut(name, key, pieces, f": {next(iter(by_part))}").value()
         return found
 
@@ -169,7 +160,7 @@ class PartStates:
 
     def _recut(self, name: str, key: Any, pieces: Mapping[Interval, Any]) -> Recut | None:
         param, index = self.ownership.by_name[name]
-        group, states = self.ownership.held[param].group, self.created(param)
+        group, states = self.ownership.held[param].group, self.created.get(param, {})
         like, value = states.get(key), next(iter(pieces.values()), None)
         if like is None and isinstance(value, Mapping) and value.keys() <= states.keys():
             like = {inner: states[inner] for inner in value}  # as bitsandbytes nests them in dicts

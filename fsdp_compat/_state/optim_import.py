@@ -47,7 +47,7 @@ from .optim_fit import (
     settings_for,
 )
 from .rank0 import Rank0Broadcast, common_mesh, outline_of
-from .rank_local import Part, RankState
+from .rank_local import RankState
 from .sharded_values import cut_of
 from .units import model_units_in, names_before
 
@@ -223,11 +223,7 @@ def _read(
     for name, entry in entries.items():
         entries[name] = {k: v for k, v in entry.items() if not isinstance(v, RankState)}
         states = [value for value in entry.values() if isinstance(value, RankState)]
-        for key, pieces in part_states.take_blocks(name, entries[name]).items():
-            ((run, value),) = pieces.items()
-            whole = Part(0, 1, (run.numel,), ((name, run.start, run.stop),), in_blocks=True)
-            states.append(RankState(key, value, whole, 0))
-        if states:
+        if states := states + part_states.take_blocks(name, entries[name]):
             part_states.restored(name, states)  # raises
             rank_local[name] = states
     owned = {name: entries[name] for _, name in ownership.owned if name in entries}

@@ -18,6 +18,7 @@ import torch
 from .._comm.transport import Transport
 from .._engine.group import Group
 from .._engine.state_store import store_of
+from .._layout.spec import Interval
 from .optim_contents import HeldStates, ParamContents, StateKind, snapshot
 from .rank0 import packed_bytes, unpacked
 
@@ -33,6 +34,11 @@ class Part:
     runs: tuple[tuple[str, int, int], ...]
     # Parameters are cut between blocks, or not at all: states of blocks fit other parts, too.
     in_blocks: bool = dataclasses.field(default=False, compare=False)
+
+    @property
+    def run(self) -> Interval:
+        """The elements of a parameter that is cut between blocks; none of any other."""
+        return Interval(*self.runs[0][1:]) if self.runs and self.in_blocks else Interval(0, 0)
 
     def __str__(self) -> str:
         runs = [f"elements {start} to {stop} of {name}" for name, start, stop in self.runs]

@@ -165,6 +165,10 @@ def test_parts_of_rows_are_rows_and_other_parts_have_one_dim() -> None:
                 assert parameter.dim() == dims
             if blocks is whole:
                 assert parameter.numel() in (0, plain.numel())
+    for given, shape in ((None, (4,)), (rows, (4, 1))):
+        column = nn.Linear(1, 8, bias=False)
+        model = FSDP(column, use_orig_params=True, shard_blocks=given)
+        assert [tuple(parameter.shape) for parameter in model.parameters()] == [shape]
 
 
 # -- states

@@ -143,7 +143,7 @@ class OptimizerLoadPlan:
         if isinstance(value, Recut):
             return value.value()
         is_in_dict = isinstance(value, dict) and not isinstance(self._optimizer, CompositeOptimizer)
-        like = self._part_states.created(parameter).get(key) if is_in_dict else None
+        like = self._part_states.created.get(parameter, {}).get(key) if is_in_dict else None
         return of_tensors({key: value}, {key: like})[key]
 
     def _plan_states(self, taken: Sequence[HeldPart], groups: Sequence[Group]) -> None:
@@ -167,7 +167,8 @@ class OptimizerLoadPlan:
         for name, held in parts.items():
             own, others = source.rank_local_states(held)
             entries[name] |= own
-            for key, pieces in (blocks[name] | others).items():
+            others |= {state.key: {state.part.run: state.value} for state in blocks[name]}
+            for key, pieces in others.items():
                 entries[name][key] = self._part_states.recut(name, key, pieces)
         for param, found in bring(owned, entries, cut, groups, self).items():
             present: dict[Any, Any] = self._optimizer.state.get(param) or {}

@@ -256,8 +256,8 @@ class NativeCheckpoint:
                 return self._own_states(group, index, share.rank), {}
         others: dict[Any, dict[Interval, Any]] = {}
         for group, index, number in places:
-            layout, rank = group.layout, self.manifest.axes[group.axis].index(number)
-            parts = {rank: Interval(0, 0)}  # of one rank, to tell whether there are any states
+            layout, axis = group.layout, self.manifest.axes[group.axis]
+            parts = {axis.index(number): Interval(0, 0)}  # to tell whether there are any states
             if share is not None and group.pieces[index].is_whole and layout.params[index].block:
                 of_all = ((rank, layout.part(index, rank)) for rank in range(layout.ranks))
                 parts = {rank: part for rank, part in of_all if part.clipped(share.part)}
