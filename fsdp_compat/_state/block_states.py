@@ -111,9 +111,9 @@ class PartStates:
         shape = store_of(group).shape(index)
         whole = Part(0, 1, shape, ((name, 0, math.prod(shape)),), in_blocks=True)
         found = list[RankState]()
-        for key, value in in_tensors(entry).items():
-            is_cut = is_sharded(value) or tuple(getattr(value, "shape", ())) in ((), shape)
-            if (isinstance(value, Mapping) or not is_cut) and (
+        for key, value in in_tensors({k: v for k, v in entry.items() if not is_sharded(v)}).items():
+            is_other = tuple(getattr(value, "shape", ())) not in ((), shape)
+            if (isinstance(value, Mapping) or is_other) and (
                 self.ownership.is_vacant(param) or self._recut(name, key, {whole.run: entry[key]})
             ):
                 found.append(RankState(key, entry.pop(key), whole, 0))
