@@ -69,6 +69,7 @@ class UnitBlocks:
 
     of: Mapping[str, Blocks]
     max_padding: float
+    where: str  # the unit, for errors
 
     @staticmethod
     def asked_for(
@@ -86,7 +87,7 @@ class UnitBlocks:
                 _require_number(f"shard_blocks, for {in_model[parameter]!r},", size, where)
             numel = _torch_private.local_part(parameter).numel()
             found[name] = Blocks(numel, min(size, max(numel, 1)), given.least_part)
-        return UnitBlocks(found, given.max_padding)
+        return UnitBlocks(found, given.max_padding, where)
 
     def check(
         self, members: Sequence[OrigParam], ranks: int, is_mapped: bool, is_flattened: bool
@@ -106,12 +107,12 @@ class UnitBlocks:
                 "The blocks need too much padding.",
                 expected=f"shards that are at most {self.max_padding:.0%} larger than without",
                 got=f"{layout.shard_numel:,} elements, {without.shard_numel:,} without",
-                where=f"shard_blocks, {text}",
+                where=f"shard_blocks of {self.where}, {text}",
                 fix="use smaller blocks, fewer ranks or larger units, or allow it with "
                 "shard_blocks=ShardBlocks(..., max_padding=...)",
             )
         if padding > _WARN_FROM:
-            warnings.warn(f"shard_blocks: {text}.", stacklevel=6)
+            warnings.warn(f"shard_blocks: {text}, in {self.where}.", stacklevel=6)
 
 
 def layout_of(
