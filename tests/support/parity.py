@@ -475,10 +475,11 @@ class Pair:
             reshard(self.model)  # unsharded parameters have no gradients
             self._compare_by_name("gradient", lambda p: p.grad)
         for group, plain in self.groups:
-            held = [its for param, its in group.store.sharded_params if param.numel()]
-            if held:
+            sharded = [param for param, _ in group.store.sharded_params]
+            trained = [param for param in sharded if param.requires_grad]
+            if any(param.numel() for param in trained or sharded):
                 expected = None
-                if any(plain[index].grad is not None for its in held for index in its):
+                if any(p.grad is not None for p in plain):
                     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in plain]
                     expected = self._own(group, grads)
                 self._compare(own_gradient(group), expected, f"{group.name}: gradients")
