@@ -109,9 +109,18 @@ class PartStates:
         if group is None or self.ownership.is_stepped_whole(name):
             return []
         shape = store_of(group).shape(index)
+        others = {
+            k: v
+            for k, v in entry.items()
+            if type(v) is not torch.Tensor or v.shape not in ((), shape)
+        }
+        if not others:  # as of most optimizers
+            return []
         whole = Part(0, 1, shape, ((name, 0, math.prod(shape)),), in_blocks=True)
         found = list[RankState]()
-        for key, value in in_tensors({k: v for k, v in entry.items() if not is_sharded(v)}).items():
+        for key, value in in_tensors(
+            {k: v for k, v in others.items() if not is_sharded(v)}
+        ).items():
             is_other = tuple(getattr(value, "shape", ())) not in ((), shape)
             if (isinstance(value, Mapping) or is_other) and (
                 self.ownership.is_vacant(param) or self._recut(name, key, {whole.run: entry[key]})

@@ -426,6 +426,8 @@ def _is_wrapper(value: object) -> bool:
 
 def snapshot(value: Any, to_cpu: bool = False) -> Any:
     """Return a copy that later steps do not change, or the value if it cannot be copied."""
+    if type(value) is torch.Tensor:
+        return copied(value, to_cpu)
     if _is_wrapper(value) and _torch_private.is_plain(value):  # which may not know how to copy
         return of_tensors(snapshot(in_tensors({None: value}), to_cpu), {None: value})[None]
     if isinstance(value, torch.Tensor):

@@ -221,8 +221,8 @@ def _read(
         warnings.warn(text, stacklevel=4)
     rank_local: dict[str, list[RankState]] = {}
     for name, entry in entries.items():
-        entries[name] = {k: v for k, v in entry.items() if not isinstance(v, RankState)}
-        states = [value for value in entry.values() if isinstance(value, RankState)]
+        entries[name] = {k: v for k, v in entry.items() if type(v) is not RankState}
+        states = [value for value in entry.values() if type(value) is RankState]
         if states := states + part_states.take_blocks(name, entries[name]):
             part_states.restored(name, states)  # raises
             rank_local[name] = states
@@ -257,7 +257,7 @@ def _values_in(state: object) -> Iterator[tuple[Any, Any, Any]]:
 
 def _of_ranks(state: object) -> Iterator[bool]:
     """Yield of each value whether ranks have parts of it."""
-    return (is_sharded(v) or isinstance(v, RankState) for _, _, v in _values_in(state))
+    return (type(v) is RankState or is_sharded(v) for _, _, v in _values_in(state))
 
 
 def _refuse_sharded(state: Mapping[Any, Any], what: str, where: str, fix: str) -> None:

@@ -100,10 +100,12 @@ def rank_local_names(held: HeldStates) -> list[str]:
     that are cut between blocks. Sends nothing."""
     found = list[str]()
     for param, of_param in held.kinds.items():
+        if StateKind.RANK_LOCAL not in of_param.values():
+            continue
         contents = held.ownership.held[param]
         store = None if contents.group is None else store_of(contents.group)
+        its = [key for key, kind in of_param.items() if kind is StateKind.RANK_LOCAL]
         if store is not None and (store.is_flattened or not store.has_blocks):
-            its = [key for key, kind in of_param.items() if kind is StateKind.RANK_LOCAL]
             found += [f"{name}.{key}" for _, name in contents.names for key in its]
     return found
 
