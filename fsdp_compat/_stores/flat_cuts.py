@@ -37,7 +37,7 @@ class ShardBlocks:
         least_part: the least number of elements in each part of a parameter, or it stays on one
             rank. Default 1.
         max_padding: how much larger than without blocks a shard may become; 1.0, the default: twice
-            as large. From 0.25 on there is a warning."""
+            as large. Above 0.25 there is a warning."""
 
     size: int | Callable[[str, nn.Parameter], int]
     least_part: int = 1
